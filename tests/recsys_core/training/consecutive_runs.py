@@ -69,12 +69,14 @@ def prepare_run(
     num_users, num_items = (30, 40) if run_number == 1 else (36, 50)
     log_path = write_log(folder / "data/log.parquet", _events(run_number, num_users=num_users, num_items=num_items))
     items_with_vector = [item for item in range(num_items) if item % 3 == 0]
-    vector = np.random.default_rng(run_number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
+    vector_VD = np.random.default_rng(run_number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
     vectors_path = write_parquet(
-        folder / "data/vectors.parquet", item_id=[f"i{item}" for item in items_with_vector], vector=pa.array(vector.tolist())
+        folder / "data/vectors.parquet", item_id=[f"i{item}" for item in items_with_vector], vector=pa.array(vector_VD.tolist())
     )
-    brands = [f"brand-{(item * run_number) % (4 + run_number)}" for item in range(num_items)]
-    items_path = write_parquet(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(num_items)], brand=brands)
+    brand_by_item = [f"brand-{(item * run_number) % (4 + run_number)}" for item in range(num_items)]
+    items_path = write_parquet(
+        folder / "data/items.parquet", item_id=[f"i{item}" for item in range(num_items)], brand=brand_by_item
+    )
     vectors_config = EmbeddingsConfig(paths=(vectors_path,), vector_column="vector")
     embeddings = ingest_embeddings((vectors_config,), folder=folder / "embeddings")
     interactions = ingest(
@@ -110,7 +112,7 @@ def _events(run_number: int, *, num_users: int, num_items: int) -> list[Event]:
 
 
 def train_job(run: PreparedRun, *, sharding_type: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
-    """Return the job that trains the model of `run` on NUM_RANKS ranks. All tables have the sharding type."""
+    """Return the job that trains the model of `run` on NUM_RANKS ranks, with `sharding_type` for all tables."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=NUM_RANKS),
         tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (sharding_type,)})),
@@ -138,29 +140,31 @@ def train_and_export(rank: int, job: TrainJob, export_folder: Path) -> None:
     """Run the train and export stages on one rank."""
     run_training(job, process=cpu_process(rank))
     dist.barrier()
-    result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
-    checkpoint = job.work_folder / CHECKPOINTS_FOLDER / result.checkpoint
-    fields = job.model_dump(
+    train_result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
+    checkpoint_folder = job.work_folder / CHECKPOINTS_FOLDER / train_result.checkpoint
+    job_fields = job.model_dump(
         include={"work_folder", "spec", "loss", "training", "interactions_folder", "features_folder", "plan_path"}
     )
-    run_export(ExportJob(**fields, output_folder=export_folder, checkpoint_folder=checkpoint), process=cpu_process(rank))
+    run_export(
+        ExportJob(**job_fields, output_folder=export_folder, checkpoint_folder=checkpoint_folder), process=cpu_process(rank)
+    )
 
 
 def train_champion(run: PreparedRun) -> Champion:
-    """Train and export the model of `run`, and return it as the champion of a run with the id "first"."""
+    """Train and export the model of `run`, and return it as a champion with the run id "first"."""
     job = train_job(run)
 
-    def export_and_return_fields(folder: Path) -> dict[str, Any]:
+    def train_export_and_return_fields(folder: Path) -> dict[str, Any]:
         run_ranks(train_and_export, world_size=NUM_RANKS, arguments=(job, folder))
         (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
-    def train_fields(folder: Path) -> dict[str, Any]:
-        result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
-        return result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
+    def read_train_fields(folder: Path) -> dict[str, Any]:
+        train_result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
+        return train_result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
 
-    commit_stage(run.folder / "export", ExportManifest, inputs=["export"], build=export_and_return_fields)
-    commit_stage(run.folder / "train", TrainManifest, inputs=["train"], build=train_fields)
+    commit_stage(run.folder / "export", ExportManifest, inputs=["export"], build=train_export_and_return_fields)
+    commit_stage(run.folder / "train", TrainManifest, inputs=["train"], build=read_train_fields)
     champion = Champion.open(
         "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
     )

@@ -113,7 +113,7 @@ def generate_dataset(root: Path, *, num_shards: int = 1) -> Dataset:
 
 
 class Experiment(NamedTuple):
-    """A dataset, a model, its plan and the settings of its training."""
+    """A dataset, a model, a sharding plan and training settings."""
 
     dataset: Dataset
     spec: ModelSpec
@@ -158,7 +158,8 @@ def train_in_forks(
     """Train in `work_folder`, from the newest checkpoint of an earlier call if there is one.
 
     Args:
-        stop_after_step: step after which all ranks exit at once, as if they were killed. The result is then empty.
+        stop_after_step: step after which all ranks exit at once, as if they were killed. The returned `result`
+            and `lines` are then empty.
         metric_values: values that the validations return one after another instead of measuring the metric.
     """
     job = train_job(experiment, work_folder)
@@ -166,9 +167,9 @@ def train_in_forks(
     if stop_after_step is not None:
         assert not (work_folder / RESULT_FILE).exists()
         return FinishedTraining(work_folder, TrainResult.model_construct(), [])
-    result = TrainResult.model_validate_json((work_folder / RESULT_FILE).read_bytes())
+    train_result = TrainResult.model_validate_json((work_folder / RESULT_FILE).read_bytes())
     lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_FILE).read_text().splitlines()]
-    return FinishedTraining(work_folder, result, lines)
+    return FinishedTraining(work_folder, train_result, lines)
 
 
 def train_job(experiment: Experiment, work_folder: Path) -> TrainJob:
@@ -200,8 +201,8 @@ def _train_rank(rank: int, job: TrainJob, stop_after_step: int | None = None, me
 
     loop.raise_if_not_finite = check_loss_and_stop  # type: ignore[assignment]
     if metric_values is not None:
-        remaining_values = iter(metric_values)
-        Validator.measure = lambda self: {self.metric_name: next(remaining_values)}  # type: ignore[method-assign]
+        remaining_metric_values = iter(metric_values)
+        Validator.measure = lambda self: {self.metric_name: next(remaining_metric_values)}  # type: ignore[method-assign]
     loop.run_training(job, process=cpu_process(rank))
 
 
@@ -212,16 +213,16 @@ def export_in_forks(
     output_folder.mkdir()
     job = export_job(experiment, checkpoint_folder, output_folder).model_copy(update={"ranking": ranking})
     run_ranks(_export_rank, world_size=experiment.plan.world_size, arguments=(job,))
-    arrays = {path.name: np.load(path) for path in sorted(output_folder.glob("*.npy"))}
-    return arrays | {name: layer.numpy() for name, layer in load_file(output_folder / "dense.safetensors").items()}
+    array_by_name = {path.name: np.load(path) for path in sorted(output_folder.glob("*.npy"))}
+    return array_by_name | {name: layer.numpy() for name, layer in load_file(output_folder / "dense.safetensors").items()}
 
 
 def write_export(
     experiment: Experiment, finished_training: FinishedTraining, folder: Path, *, ranking: RankingSettings | None = None
 ) -> ExportManifest:
-    """Export the trained model as the export stage, and return its manifest."""
+    """Write the files and the manifest of the export stage to `folder`, and return the manifest."""
     staging_folder = folder.with_name("staging")
-    arrays = export_in_forks(experiment, checkpoint_of(finished_training), staging_folder, ranking=ranking)
+    array_by_name = export_in_forks(experiment, checkpoint_of(finished_training), staging_folder, ranking=ranking)
     (staging_folder / "model.json").write_text(experiment.spec.model_dump_json())
     return commit_folder(
         staging_folder,
@@ -232,7 +233,7 @@ def write_export(
         num_items=experiment.spec.num_items,
         dim=experiment.spec.config.output_dim,
         similarity=experiment.spec.config.similarity,
-        num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
+        num_queries={split: len(array_by_name[f"query_users_{split}.npy"]) for split in ("validation", "test")},
         ranking=ranking,
     )
 
@@ -272,5 +273,5 @@ def checkpoint_of(finished_training: FinishedTraining) -> Path:
 
 def without_timings(lines: list[Progress]) -> list[dict[str, Any]]:
     """Return the metrics lines as dictionaries without the fields that depend on the machine."""
-    measured_fields = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
-    return [json.loads(line.model_dump_json(exclude=measured_fields)) for line in lines]
+    machine_dependent_fields = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
+    return [json.loads(line.model_dump_json(exclude=machine_dependent_fields)) for line in lines]

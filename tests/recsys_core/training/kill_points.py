@@ -85,27 +85,29 @@ def kill_this_process(*_: Any, **__: Any) -> None:
 def killing_call(
     kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True
 ) -> Any:
-    """Return a function that replaces `call`: it calls `call`, and kills this process before or, with `after`, after the call.
+    """Return a function that replaces `call`: it calls `call`, and kills this process.
 
-    The process is killed only after `kill.step` steps, and only if `when` is True for the positional arguments.
+    The process is killed before the call, or after it if `after` is True. It is killed only after `kill.step` steps, and only
+    if `when` is True for the positional arguments.
     """
 
     def call_or_kill(*args: Any, **kwargs: Any) -> Any:
         if not after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
             kill_this_process()
-        result = call(*args, **kwargs)
+        return_value = call(*args, **kwargs)
         if after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
             kill_this_process()
-        return result
+        return return_value
 
     return call_or_kill
 
 
 NUM_STEPS_DONE = [0]
+"""Number of steps of this process, in a list that the patched functions change."""
 
 
 def count_steps() -> None:
-    """Count the steps of this process in NUM_STEPS_DONE."""
+    """Patch the training loop so that it counts its steps in NUM_STEPS_DONE."""
     check_loss = loop.raise_if_not_finite  # called after each step
 
     def check_loss_and_count(loss: torch.Tensor, *, step: int, **options: Any) -> None:
@@ -192,11 +194,11 @@ def num_metrics_lines(work_folder: Path) -> int:
 def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequence[str]) -> None:
     """Run the train stage in `folder`, and kill the processes in `victims` one after another.
 
-    The training writes at least NUM_LINES_BETWEEN_KILLS metrics lines between two kills. A killed flow is started again. The
-    processes below a killed process must end within ten seconds.
+    The training writes at least NUM_LINES_BETWEEN_KILLS metrics lines between two kills. A killed flow is started again. After
+    each kill, the agent and its ranks must end within ten seconds.
 
     Args:
-        victims: "agent" (torchrun's agent), "rank" or "flow".
+        victims: names of processes: "agent" (torchrun's agent), "rank" or "flow".
     """
     work_folder = folder.with_name(folder.name + ".work")
 
@@ -205,22 +207,24 @@ def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequen
         process.start()
         return process
 
-    flow_process, num_lines = start_flow(), 2
+    flow_process, num_expected_lines = start_flow(), 2
     for victim in victims:
         deadline = time.monotonic() + TIMEOUT_S
         agent = None
-        while agent is None or num_metrics_lines(work_folder) < num_lines or len(agent.children()) < 2:
-            assert flow_process.is_alive() and time.monotonic() < deadline, f"{victim}: no {num_lines} lines in {work_folder}"
+        while agent is None or num_metrics_lines(work_folder) < num_expected_lines or len(agent.children()) < 2:
+            assert flow_process.is_alive() and time.monotonic() < deadline, (
+                f"{victim}: no {num_expected_lines} lines in {work_folder}"
+            )
             time.sleep(0.01)
             agent = agent_of(psutil.Process(flow_process.pid))
-        num_lines = num_metrics_lines(work_folder) + NUM_LINES_BETWEEN_KILLS
-        descendants = [agent, *agent.children(recursive=True)]
+        num_expected_lines = num_metrics_lines(work_folder) + NUM_LINES_BETWEEN_KILLS
+        agent_and_ranks = [agent, *agent.children(recursive=True)]
         if victim == "flow":
             flow_process.kill()
             flow_process.join()
             flow_process = start_flow()
         else:
             (agent if victim == "agent" else agent.children()[0]).kill()
-        assert not psutil.wait_procs(descendants, timeout=10)[1], f"{victim} was killed, but not all processes below it ended"
+        assert not psutil.wait_procs(agent_and_ranks, timeout=10)[1], f"{victim} was killed, but the agent or a rank still runs"
     flow_process.join(TIMEOUT_S)
     assert flow_process.exitcode == 0

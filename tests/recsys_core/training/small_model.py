@@ -1,4 +1,4 @@
-"""A small sharded model with every kind of feature in both towers, the same model without sharding, and its batches."""
+"""A small model with every kind of feature in both towers, sharded and unsharded, and its batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,17 +53,17 @@ POPULARITY_RANK_BY_TABLE = {
 
 
 def _ingested_feature(form: FeatureForm) -> IngestedFeature:
-    kind = {"single": "categorical", "number": "numeric"}.get(form, form)
-    moments = {"mean": 0.0, "std": 1.0} if form == "number" else {}
+    feature_kind = {"single": "categorical", "number": "numeric"}.get(form, form)
+    mean_and_std = {"mean": 0.0, "std": 1.0} if form == "number" else {}
     return IngestedFeature(
-        kind=kind,
+        kind=feature_kind,
         num_rows=NUM_ROWS_BY_FORM[form],
         num_values=0,
         num_out_of_vocabulary=0,
         num_missing=0,
         definition="d",
         is_continued=False,
-        **moments,
+        **mean_and_std,
     )
 
 
@@ -104,7 +104,7 @@ def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
 
 
 def pretrained_vectors(spec: ModelSpec) -> dict[str, PretrainedVectors]:
-    """Return random vectors for each table with pretrained vectors; every fifth row of a table has no vector."""
+    """Return random vectors for each table with pretrained vectors; every fifth row has none."""
     vectors_by_table = {}
     for name, table in spec.tables.items():
         if table.pretrained:
@@ -114,7 +114,7 @@ def pretrained_vectors(spec: ModelSpec) -> dict[str, PretrainedVectors]:
     return vectors_by_table
 
 
-def _feature(key: str, form: FeatureForm) -> Feature:
+def _random_feature(key: str, form: FeatureForm) -> Feature:
     random = np.random.default_rng(len(key))
     num_owners = {"user": NUM_USERS, "item": NUM_ITEMS, "context": NUM_EVENTS}[key.partition(".")[0]]
     offset, num_values = None, num_owners
@@ -122,9 +122,11 @@ def _feature(key: str, form: FeatureForm) -> Feature:
         offset = np.concatenate([[0], np.cumsum(random.integers(0, 4, num_owners))]).astype(np.int64)
         num_values = int(offset[-1])
     num_rows = NUM_ROWS_BY_FORM[form]
-    row = np.ones(num_values, np.int32) if form == "number" else random.integers(0, num_rows, num_values).astype(np.int32)
-    weight = random.normal(size=num_values) if form == "number" else random.uniform(0.1, 2, num_values)
-    return Feature(row, offset, weight.astype(np.float32) if form in ("number", "weighted_list") else None)
+    table_rows = (
+        np.ones(num_values, np.int32) if form == "number" else random.integers(0, num_rows, num_values).astype(np.int32)
+    )
+    weights = random.normal(size=num_values) if form == "number" else random.uniform(0.1, 2, num_values)
+    return Feature(table_rows, offset, weights.astype(np.float32) if form in ("number", "weighted_list") else None)
 
 
 def make_batch(
@@ -145,12 +147,12 @@ def make_batch(
     Args:
         num_queries: queries of each rank.
         num_negatives: sampled negatives of each rank.
-        catalogue_share_C: item rows of a rank's share of the catalogue, which replace the sampled negatives.
+        catalogue_share_C: item rows of a rank's catalogue share. They replace the sampled negatives.
         num_known_negatives: known negatives of each query.
     """
     assembler = Assembler(
         user_batch_key=spec.user_batch_key,
-        features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
+        features=FeatureStore({key: _random_feature(key, form) for key, form in spec.forms.items()}),
     )
     array_names = ("user", "event", "positive", "negative", "history_length", "history_item", "known_negative")
     rank_arrays_by_name: dict[str, list[Any]] = {name: [] for name in array_names}
@@ -165,7 +167,7 @@ def make_batch(
             random.integers(0, NUM_ITEMS, int(rank_arrays_by_name["history_length"][-1].sum()))
         )
         known_negative_BN = random.integers(0, NUM_ITEMS, (num_queries, num_known_negatives))
-        # Every second query has one known negative. The positive is padding and fills its other places.
+        # Every second query has one known negative. Its other places are padded with the positive.
         known_negative_BN[::2, 1:] = rank_arrays_by_name["positive"][-1][::2, None]
         rank_arrays_by_name["known_negative"].append(known_negative_BN.ravel())
     array_by_name = {name: np.concatenate(arrays) for name, arrays in rank_arrays_by_name.items()}
@@ -184,7 +186,7 @@ def make_batch(
 
 
 def unsharded_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
-    """Return the model without sharding, with the initial values of `sharded_model`, and the weight of each table."""
+    """Return the unsharded model, with the same initial weights as `sharded_model`, and the weight of each table."""
     torch.manual_seed(seed)
     task = RetrievalTask(
         RetrievalHead(spec, loss=loss, item_count_I=ITEM_COUNT_I, popularity_rank={}, weight_decay={}, group=None),
@@ -202,9 +204,9 @@ def unsharded_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Ret
             if table.settings.missing_vector_init == "zero":
                 fill_missing(whole_table, vector_row=np.full(table.num_rows, -1), value_D=None)
             if name in pretrained_by_table:
-                norm = random_norm(table.settings.init_std, table.dim)
+                row_norm = random_norm(table.settings.init_std, table.dim)
                 vectors, vector_row = pretrained_by_table[name].vectors, pretrained_by_table[name].vector_row
-                copy_rows(whole_table, vectors=vectors, vector_row=vector_row, norm=norm)
+                copy_rows(whole_table, vectors=vectors, vector_row=vector_row, norm=row_norm)
     return task, weight_by_table
 
 

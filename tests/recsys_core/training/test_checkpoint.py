@@ -27,7 +27,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
-from recsys_core.training import checkpoint
+from recsys_core.training import checkpoint as checkpoint_module
 from recsys_core.training.checkpoint import (
     BestValidation,
     Checkpointer,
@@ -41,12 +41,12 @@ from recsys_core.training.model.optimizers import accumulator_shards, make_optim
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
-NUM_SAVING_RANKS = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
-"""Number of ranks that save a checkpoint, by the sharding type of all its tables."""
+NUM_RANKS_BY_SHARDING_TYPE = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
+"""Number of ranks that save a checkpoint, by the sharding type of all tables."""
 NUM_STEPS = 3
 TRAINING = TrainingConfig(seed=1)
 LOSS = LossConfig(num_negatives=5)
-BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
+BEST_VALIDATION = BestValidation(step=2, metrics={"ndcg@10": 0.5})
 
 
 def spec_of(*, has_brands: bool = True) -> ModelSpec:
@@ -99,10 +99,10 @@ def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndar
     """Return the whole tables and accumulators, gathered from all ranks, and all unsharded tensors by name."""
     array_by_name: dict[str, np.ndarray] = {}
     shards_by_name: dict[str, list[Any]] = {}
-    state = training.model.state_dict()
+    model_state = training.model.state_dict()
     for name in spec.tables:
         shards_by_name[name] = [
-            (shard.first_row, shard.first_column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)
+            (shard.first_row, shard.first_column, shard.weight_RD.numpy()) for shard in table_shards(model_state, table=name)
         ]
         shards_by_name[f"{name} accumulator"] = accumulator_shards(training.optimizer, spec=spec, table=name)
     shards_of_ranks: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
@@ -114,15 +114,15 @@ def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndar
             table.num_rows if is_rowwise else (table.num_rows, table.dim), np.float32
         )
         for shards_of_rank in shards_of_ranks:
-            for row, column, value in shards_of_rank[name]:
-                array_by_name[name][row : row + len(value), column : column + value.shape[1]] = value
+            for row, column, weight_RC in shards_of_rank[name]:
+                array_by_name[name][row : row + len(weight_RC), column : column + weight_RC.shape[1]] = weight_RC
             for shard in shards_of_rank[f"{name} accumulator"]:
-                row, column, value = shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim)
+                row, column, values_RC = shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim)
                 accumulator = array_by_name[f"{name} accumulator"].reshape(table.num_rows, -1)
-                accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
-    value_by_name, _ = flatten_state_dict({"model": state, "optimizer": training.optimizer.state_dict()})
+                accumulator[row : row + len(values_RC), column : column + values_RC.shape[1]] += values_RC.numpy()
+    tensor_by_name, _ = flatten_state_dict({"model": model_state, "optimizer": training.optimizer.state_dict()})
     return array_by_name | {
-        name: np.array(value) for name, value in value_by_name.items() if not isinstance(value, ShardedTensor)
+        name: np.array(tensor) for name, tensor in tensor_by_name.items() if not isinstance(tensor, ShardedTensor)
     }
 
 
@@ -131,7 +131,7 @@ def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
     spec = spec_of()
     training = start_training(rank, sharding_type, spec=spec, num_steps=NUM_STEPS)
     saver = checkpointer(rank, folder / sharding_type)
-    saver.save(training.model, training.optimizer, step=NUM_STEPS, best=BEST)
+    saver.save(training.model, training.optimizer, step=NUM_STEPS, best=BEST_VALIDATION)
     saved_state = whole_state(training, spec)
     train(training, rank, spec=spec, steps=range(NUM_STEPS, NUM_STEPS + 2))  # while the checkpoint is being written
     saver.finish()
@@ -141,8 +141,9 @@ def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_folder(tmp_path_factory) -> Path:
+    """The folder with a checkpoint of each sharding type, and its state in `<sharding_type>.npz`."""
     folder = tmp_path_factory.mktemp("saved")
-    for sharding_type, world_size in NUM_SAVING_RANKS.items():
+    for sharding_type, world_size in NUM_RANKS_BY_SHARDING_TYPE.items():
         run_ranks(save_checkpoint, world_size=world_size, arguments=(sharding_type, folder))
     return folder
 
@@ -150,17 +151,17 @@ def saved_folder(tmp_path_factory) -> Path:
 def restore_checkpoints(rank: int, folder: Path) -> None:
     """Assert that the checkpoint of each sharding type is restored with each sharding type."""
     spec = spec_of()
-    for saved_type, sharding_type in itertools.product(NUM_SAVING_RANKS, repeat=2):
+    for saved_sharding_type, sharding_type in itertools.product(NUM_RANKS_BY_SHARDING_TYPE, repeat=2):
         training = start_training(rank, sharding_type, spec=spec)
-        restore(training.model, training.optimizer, checkpoint=folder / saved_type / checkpoint_name(NUM_STEPS))
-        restored_state, saved_state = whole_state(training, spec), dict(np.load(folder / f"{saved_type}.npz"))
+        restore(training.model, training.optimizer, checkpoint=folder / saved_sharding_type / checkpoint_name(NUM_STEPS))
+        restored_state, saved_state = whole_state(training, spec), dict(np.load(folder / f"{saved_sharding_type}.npz"))
         assert restored_state.keys() == saved_state.keys()
         assert any("exp_avg_sq" in name for name in restored_state) and any(name.endswith("step") for name in restored_state)
-        for name, value in saved_state.items():
-            # The accumulator of a row is the sum of contributions of its column shards, which rounds.
+        for name, saved_array in saved_state.items():
+            # A saved accumulator is a rounded sum over the column shards of its row.
             rtol = 1e-6 if name.endswith(" accumulator") else 0.0
             np.testing.assert_allclose(
-                restored_state[name], value, rtol=rtol, err_msg=f"{saved_type} -> {sharding_type}: {name}"
+                restored_state[name], saved_array, rtol=rtol, err_msg=f"{saved_sharding_type} -> {sharding_type}: {name}"
             )
 
 
@@ -190,15 +191,15 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
     for step in (NUM_STEPS - 1, NUM_STEPS):
         shutil.copytree(saved_folder / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
     newest_folder = tmp_path / checkpoint_name(NUM_STEPS)
-    paths = sorted(path for path in newest_folder.rglob("*") if path.is_file() and path.name != MARKER_NAME)
-    assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in paths}
+    checkpoint_paths = sorted(path for path in newest_folder.rglob("*") if path.is_file() and path.name != MARKER_NAME)
+    assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in checkpoint_paths}
     generator = random.Random(0)
     for _ in range(120):
-        path = generator.choice(paths)
+        path = generator.choice(checkpoint_paths)
         byte_index, bit = generator.randrange(path.stat().st_size), generator.randrange(8)
-        content = bytearray(path.read_bytes())
-        content[byte_index] ^= 1 << bit
-        path.write_bytes(content)
+        file_bytes = bytearray(path.read_bytes())
+        file_bytes[byte_index] ^= 1 << bit
+        path.write_bytes(file_bytes)
         with caplog.at_level(logging.WARNING):
             checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
         assert checkpoint is not None and checkpoint.folder.name == checkpoint_name(NUM_STEPS - 1), (
@@ -208,24 +209,24 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
             f"{newest_folder}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
         ]
         caplog.clear()
-        content[byte_index] ^= 1 << bit
-        path.write_bytes(content)
+        file_bytes[byte_index] ^= 1 << bit
+        path.write_bytes(file_bytes)
     checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
-    assert checkpoint is not None and checkpoint.folder == newest_folder and checkpoint.best == BEST
+    assert checkpoint is not None and checkpoint.folder == newest_folder and checkpoint.best == BEST_VALIDATION
 
 
-@pytest.mark.parametrize("is_missing", [True, False])
+@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "damaged"])
 def test_a_checkpoint_is_not_resumed_from_if_the_best_checkpoint_is_lost(saved_folder, tmp_path, is_missing):
-    for step in (BEST.step, NUM_STEPS):
+    for step in (BEST_VALIDATION.step, NUM_STEPS):
         shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
-    best_folder = tmp_path / checkpoint_name(BEST.step)
+    best_folder = tmp_path / checkpoint_name(BEST_VALIDATION.step)
     checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
     assert checkpoint is not None and checkpoint.folder.name == checkpoint_name(NUM_STEPS)
     shutil.rmtree(best_folder) if is_missing else (best_folder / ".metadata").write_bytes(b"")
     assert latest_checkpoint(tmp_path, fingerprint="f") is None
 
 
-def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder, tmp_path):
+def test_a_checkpoint_that_is_half_written_or_has_another_fingerprint_is_ignored(saved_folder, tmp_path):
     saved_checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     shutil.copytree(saved_checkpoint, tmp_path / f"{checkpoint_name(NUM_STEPS)}.tmp-1")
     shutil.copytree(saved_checkpoint, tmp_path / checkpoint_name(7))
@@ -240,8 +241,8 @@ def save_five_times(rank: int, folder: Path) -> None:
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=2)
     for step, best_step in enumerate((None, 2, 2, 2, 5), 1):
-        best = None if best_step is None else BEST.model_copy(update={"step": best_step})
-        saver.save(training.model, training.optimizer, step=step, best=best)
+        best_validation = None if best_step is None else BEST_VALIDATION.model_copy(update={"step": best_step})
+        saver.save(training.model, training.optimizer, step=step, best=best_validation)
     saver.finish()
     if rank == 0:
         assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
@@ -291,8 +292,8 @@ def save_through_a_link(rank: int, folder: Path) -> None:
 
 def test_files_behind_a_link_are_not_removed_with_the_old_checkpoints(saved_folder, tmp_path):
     archive_folder = tmp_path / "archive"
-    for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
-        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive_folder / name)
+    for folder_name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
+        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive_folder / folder_name)
     archived_paths = sorted(archive_folder.rglob("*"))
     (tmp_path / "checkpoints").symlink_to(archive_folder)
     run_ranks(save_through_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
@@ -304,7 +305,7 @@ def test_files_behind_a_link_are_not_removed_with_the_old_checkpoints(saved_fold
 
 def save_on_a_full_disk(rank: int, folder: Path) -> None:
     training = start_training(rank, "row_wise", spec=spec_of())
-    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 99, 99)  # type: ignore[attr-defined]
+    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(total=10**6, used=10**6 - 99, free=99)  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d+ GiB, but the disk has 0.000 GiB free"):
         checkpointer(rank, folder).save(training.model, training.optimizer, step=1, best=None)
 
@@ -347,10 +348,10 @@ def test_the_heartbeat_continues_while_a_checkpoint_is_hashed(tmp_path: Path) ->
 
 def hash_own_files(rank: int, folder: Path) -> None:
     """Assert that each rank hashes only its own files, and rank 0 also the shared files."""
-    hashed_names, record_file = [], stage_folder.record_file
+    hashed_file_names, record_file = [], stage_folder.record_file
 
     def record_and_remember(path: Path) -> stage_folder.FileRecord:
-        hashed_names.append(path.name)
+        hashed_file_names.append(path.name)
         return record_file(path)
 
     training = start_training(rank, "row_wise", spec=spec_of(), num_steps=1)
@@ -359,14 +360,15 @@ def hash_own_files(rank: int, folder: Path) -> None:
     saver.save(training.model, training.optimizer, step=1, best=None)
     saver.finish()
     dist.barrier()
-    own_names = {path.name for path in (folder / "checkpoints" / checkpoint_name(1)).glob(f"__{rank}_*")}
-    assert len(hashed_names) == len(set(hashed_names)) and own_names
-    assert set(hashed_names) == own_names | ({".metadata", "job.json"} if rank == 0 else set())
+    own_file_names = {path.name for path in (folder / "checkpoints" / checkpoint_name(1)).glob(f"__{rank}_*")}
+    assert len(hashed_file_names) == len(set(hashed_file_names)) and own_file_names
+    assert set(hashed_file_names) == own_file_names | ({".metadata", "job.json"} if rank == 0 else set())
 
 
 def test_each_rank_hashes_the_files_that_it_has_written(tmp_path: Path) -> None:
     run_ranks(hash_own_files, world_size=2, arguments=(tmp_path,))
     manifest = load_manifest(tmp_path / "checkpoints" / checkpoint_name(1), CheckpointManifest)  # verifies the checksums
+    # The ranks' .distcp files, .metadata and job.json
     assert manifest is not None and {name[:4] for name in manifest.files} == {"__0_", "__1_", ".met", "job."}
 
 
@@ -374,7 +376,7 @@ def save_to_other_storage(rank: int, folder: Path) -> None:
     """Save a checkpoint. The file of rank 1 is removed before rank 0 looks for it."""
     training = start_training(rank, "row_wise", spec=spec_of(), num_steps=1)
     saver = checkpointer(rank, folder / "checkpoints")
-    record_files = checkpoint.record_files
+    record_files = checkpoint_module.record_files
 
     def record_and_remove(paths: Iterable[Path], *, folder: Path) -> dict[str, stage_folder.FileRecord]:
         paths = list(paths)
@@ -383,7 +385,7 @@ def save_to_other_storage(rank: int, folder: Path) -> None:
             path.unlink()
         return records
 
-    checkpoint.record_files = record_and_remove
+    checkpoint_module.record_files = record_and_remove
     saver.save(training.model, training.optimizer, step=1, best=None)
     if rank == 1:
         saver.finish()

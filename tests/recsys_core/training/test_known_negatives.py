@@ -41,20 +41,20 @@ TRAINING = TrainingConfig(
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Each user sees items of one genre. Of five users, four reject an item with an odd number, and one rejects an even one."""
+    """Each user sees items of one genre. Four of five users reject items with an odd number, one of five the other items."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    genre = np.repeat(np.arange(NUM_USERS) % NUM_GENRES, EVENTS_PER_USER)
-    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :EVENTS_PER_USER].ravel()
-    is_rejected = random.random(len(number)) < np.where(number % 2, 0.8, 0.2)
-    path = write_parquet(
+    genre_E = np.repeat(np.arange(NUM_USERS) % NUM_GENRES, EVENTS_PER_USER)
+    number_E = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :EVENTS_PER_USER].ravel()
+    is_rejected_E = random.random(len(number_E)) < np.where(number_E % 2, 0.8, 0.2)
+    log_path = write_parquet(
         folder / "log.parquet",
         user_id=np.repeat(np.arange(NUM_USERS), EVENTS_PER_USER),
-        item_id=genre * ITEMS_PER_GENRE + number,
-        t=random.integers(0, 20 * DAY_US, len(number)),
-        clicked=~is_rejected,
+        item_id=genre_E * ITEMS_PER_GENRE + number_E,
+        t=random.integers(0, 20 * DAY_US, len(number_E)),
+        clicked=~is_rejected_E,
     )
     config = InteractionsConfig(
-        paths=(path,),
+        paths=(log_path,),
         timestamp_column="t",
         timestamp_unit="us",
         label_column="clicked",
@@ -80,7 +80,7 @@ def train_and_measure(dataset: Dataset, folder: Path, *, loss: LossConfig) -> di
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight"),
+    ("kind", "explicit_negative_weight"),
     [
         ("softmax", 10),
         ("bce", 3),
@@ -89,25 +89,25 @@ def train_and_measure(dataset: Dataset, folder: Path, *, loss: LossConfig) -> di
     ],
 )
 def test_known_negatives_are_recommended_less_often_at_the_same_recall(
-    kind: str, weight: float, dataset: Dataset, tmp_path: Path
+    kind: str, explicit_negative_weight: float, dataset: Dataset, tmp_path: Path
 ) -> None:
-    metrics_without = train_and_measure(dataset, tmp_path / "without", loss=loss_of(kind))
-    loss = loss_of(kind, explicit_negatives=4, explicit_negative_weight=weight)
-    metrics = train_and_measure(dataset, tmp_path / "with known negatives", loss=loss)
-    assert metrics["known_negatives"] < 0.96 * metrics_without["known_negatives"]
-    assert metrics["recall"] > 0.95 * metrics_without["recall"]
+    metrics_without_known_negatives = train_and_measure(dataset, tmp_path / "without", loss=loss_of(kind))
+    loss = loss_of(kind, explicit_negatives=4, explicit_negative_weight=explicit_negative_weight)
+    metrics_with_known_negatives = train_and_measure(dataset, tmp_path / "with known negatives", loss=loss)
+    assert metrics_with_known_negatives["known_negatives"] < 0.96 * metrics_without_known_negatives["known_negatives"]
+    assert metrics_with_known_negatives["recall"] > 0.95 * metrics_without_known_negatives["recall"]
 
 
 def test_on_two_ranks_a_stopped_training_equals_an_undisturbed_training_bit_for_bit(dataset: Dataset, tmp_path: Path) -> None:
     loss = loss_of("bce", explicit_negatives=3)
     training = TRAINING.model_copy(update={"epochs": 1, "batch_size": 128, "checkpoint_every_steps": 5})
     experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=training, loss=loss)
-    undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
+    undisturbed_training = train_in_forks(experiment, tmp_path / "undisturbed")
     train_in_forks(experiment, tmp_path / "stopped", stop_after_step=12)
     resumed_training = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(resumed_training.lines) == without_timings(undisturbed.lines)
-    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
+    assert without_timings(resumed_training.lines) == without_timings(undisturbed_training.lines)
+    expected_export = export_in_forks(experiment, checkpoint_of(undisturbed_training), tmp_path / "undisturbed export")
     resumed_export = export_in_forks(experiment, checkpoint_of(resumed_training), tmp_path / "resumed export")
-    assert resumed_export.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)
+    assert resumed_export.keys() == expected_export.keys()
+    for name, expected_array in expected_export.items():
+        np.testing.assert_array_equal(resumed_export[name], expected_array, err_msg=name)

@@ -17,7 +17,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.launching.rank import Process
 from recsys_core.models.history_config import SelfAttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
@@ -26,7 +25,6 @@ from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training import loop
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, TrainJob
-from recsys_core.training.metrics_log import make_profiler
 from recsys_core.training.model.sharded_model import fused_kernels
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.forked_training import (
@@ -70,7 +68,7 @@ def two_epochs_with(**settings) -> TrainingConfig:
 MODEL_WITH_ITEM_DROPOUT = MODEL.model_copy(
     update={"learn_temperature": True, "history": MODEL.history.model_copy(update={"item_dropout": 0.2})}
 )
-REPLICATED = TableConstraint(sharding_types=("data_parallel",))
+REPLICATED_TABLE = TableConstraint(sharding_types=("data_parallel",))
 SETTINGS_BY_CASE = {
     "cross-rank negatives": {
         "model": MODEL_WITH_ITEM_DROPOUT,
@@ -87,7 +85,7 @@ SETTINGS_BY_CASE = {
         "training": two_epochs_with(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
     },
     "replicated tables": {
-        "constraints": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
+        "constraints": dict.fromkeys(("item", "user", "user.groups"), REPLICATED_TABLE),
         "tables": {
             "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, gradient_clip_value=0.5)),
             "user": TableConfig(optimizer=TableOptimizer(kind="adagrad")),
@@ -118,8 +116,8 @@ def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for
     experiment = make_experiment(dataset, tmp_path / "plan", **{"training": two_epochs_with()} | settings)
     undisturbed_training = train_in_forks(experiment, tmp_path / "undisturbed")
     steps_per_epoch = undisturbed_training.lines[0].total_steps // 2
-    for step in (steps_per_epoch - 1, steps_per_epoch + 3):
-        train_in_forks(experiment, tmp_path / "stopped", stop_after_step=step)
+    for stop_step in (steps_per_epoch - 1, steps_per_epoch + 3):
+        train_in_forks(experiment, tmp_path / "stopped", stop_after_step=stop_step)
     resumed_training = train_in_forks(experiment, tmp_path / "stopped")
     assert without_timings(resumed_training.lines) == without_timings(undisturbed_training.lines)
     assert resumed_training.result.model_dump(exclude={"samples_per_s"}) == undisturbed_training.result.model_dump(
@@ -131,8 +129,8 @@ def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for
     expected_export = export_in_forks(experiment, checkpoint_of(undisturbed_training), tmp_path / "undisturbed export")
     resumed_export = export_in_forks(experiment, checkpoint_of(resumed_training), tmp_path / "resumed export")
     assert resumed_export.keys() == expected_export.keys()
-    for name, value in expected_export.items():
-        np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)
+    for name, expected_array in expected_export.items():
+        np.testing.assert_array_equal(resumed_export[name], expected_array, err_msg=name)
 
 
 def test_the_first_steps_after_a_resume_do_not_shorten_the_heartbeat_timeout(dataset, tmp_path):
@@ -161,14 +159,14 @@ def train_and_check_iterations(rank: int, job: TrainJob, stop_after_step: int) -
 def test_tables_count_the_steps_of_a_resumed_training_without_the_lookups_of_validations(dataset, tmp_path):
     """FBGEMM corrects the bias of Adam by the number of iterations, which it does not save."""
     experiment = make_experiment(dataset, tmp_path / "plan", training=training_with(epochs=2))
-    for stop_after_step in (10, 1_000):
+    for stop_after_step in (10, 1_000):  # the second attempt is not stopped
         job = train_job(experiment, tmp_path / "work")
         run_ranks(train_and_check_iterations, world_size=2, arguments=(job, stop_after_step))
     assert job.resume_folder is not None and (tmp_path / "work" / RESULT_FILE).is_file()
 
 
 def train_and_record_checks(rank: int, job: TrainJob) -> None:
-    """Train, and write the steps after which the loss is checked on a GPU. Only the trainer takes the CPU for a GPU."""
+    """Train with a trainer that takes the CPU for a GPU, and write the steps after which it checks the loss."""
     checked_steps: list[int] = []
     loop.raise_if_not_finite = lambda loss, *, step, **_: checked_steps.append(step)
     initialise = loop.Trainer.__init__
@@ -187,16 +185,16 @@ def test_on_a_gpu_the_loss_is_checked_before_each_line_checkpoint_and_validation
     job = train_job(make_experiment(dataset, tmp_path / "plan", training=training), tmp_path / "work")
     run_ranks(train_and_record_checks, world_size=2, arguments=(job,))
     num_steps = json.loads((tmp_path / "work" / RESULT_FILE).read_bytes())["num_steps"]
-    assert num_steps % 4 and num_steps % 5, "the last step of an epoch would be checked in any case"
+    assert num_steps % 4 and num_steps % 5, f"a line or a checkpoint is due after the last step {num_steps}"
     due_steps = {*range(4, num_steps, 4), *range(5, num_steps, 5), num_steps // 2, num_steps}
     for rank in range(2):
         assert json.loads((tmp_path / "work" / f"checked-{rank}.json").read_text()) == sorted(due_steps)
 
 
 def train_until_the_loss_is_not_finite(rank: int, job: TrainJob) -> None:
-    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank 0: the loss is (nan|inf) \(table") as caught:
+    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank 0: the loss is (nan|inf) \(table") as error_info:
         loop.run_training(job, process=cpu_process(rank))
-    assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
+    assert "lower the learning_rate of training.table_optimizer" in str(error_info.value)
 
 
 def test_a_loss_that_is_not_finite_is_raised_with_its_step(dataset, tmp_path):
@@ -212,8 +210,8 @@ def with_kernel(experiment: Experiment, kernel: str, folder: Path) -> Experiment
     """Return the experiment with `kernel` for all tables. On a CPU, FBGEMM keeps the rows in main memory with every kernel."""
     plan = PlanFile.read(experiment.plan.path("plan.json"))
     cache_load_factor = 0.2 if kernel == "fused_uvm_caching" else None
-    update = {"compute_kernel": kernel, "cache_load_factor": cache_load_factor}
-    tables = {name: table.model_copy(update=update) for name, table in plan.tables.items()}
+    kernel_settings = {"compute_kernel": kernel, "cache_load_factor": cache_load_factor}
+    tables = {name: table.model_copy(update=kernel_settings) for name, table in plan.tables.items()}
     fingerprint = layout_fingerprint(tables, device=plan.device, world_size=plan.world_size)
     shutil.copytree(experiment.plan.folder, folder)
     (folder / "plan.json").write_text(plan.model_copy(update={"tables": tables, "fingerprint": fingerprint}).model_dump_json())
@@ -241,8 +239,8 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
     assert stopped_training.result.validation == {"ndcg@10": 0.3}
     assert [line.validation["ndcg@10"] for line in stopped_training.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
     last_checkpoint = f"step-{stopped_training.result.num_steps:09d}"
-    checkpoints = sorted(path.name for path in (stopped_training.work_folder / CHECKPOINTS_FOLDER).iterdir())
-    assert checkpoints == [stopped_training.result.checkpoint, last_checkpoint]
+    checkpoint_names = sorted(path.name for path in (stopped_training.work_folder / CHECKPOINTS_FOLDER).iterdir())
+    assert checkpoint_names == [stopped_training.result.checkpoint, last_checkpoint]
 
     two_epoch_experiment = experiment._replace(
         training=training_with_patience.model_copy(update={"epochs": 2, "validation": None})
@@ -250,25 +248,26 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
     training_of_two_epochs = train_in_forks(two_epoch_experiment, tmp_path / "two epochs")
     assert training_of_two_epochs.result.best_epoch is None
     expected_export = export_in_forks(two_epoch_experiment, checkpoint_of(training_of_two_epochs), tmp_path / "expected export")
-    for name, value in export_in_forks(experiment, checkpoint_of(stopped_training), tmp_path / "export of best epoch").items():
-        np.testing.assert_array_equal(value, expected_export[name], err_msg=name)
+    best_epoch_export = export_in_forks(experiment, checkpoint_of(stopped_training), tmp_path / "export of best epoch")
+    for name, exported_array in best_epoch_export.items():
+        np.testing.assert_array_equal(exported_array, expected_export[name], err_msg=name)
     # A restarted training trains and validates nothing, because the stopped training has ended.
     restarted_training = train_in_forks(experiment, stopped_training.work_folder, metric_values=[])
     assert without_timings(restarted_training.lines) == without_timings(stopped_training.lines)
 
 
-@pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])
-def test_validation_during_training_computes_the_metrics_of_the_evaluation_stage(dataset, candidates, prefix, tmp_path):
-    settings = training_with(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
-    experiment = make_experiment(dataset, tmp_path / "plan", training=settings)
+@pytest.mark.parametrize(("candidates", "metric_prefix"), [("all", "validation"), ("cold", "validation/cold")])
+def test_validation_during_training_computes_the_metrics_of_the_evaluation_stage(dataset, candidates, metric_prefix, tmp_path):
+    training = training_with(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training)
     finished_training = train_in_forks(experiment, tmp_path / "work")
     export = write_export(experiment, finished_training, tmp_path / "export")
     config = EvaluationConfig(ks=(5,))
     metrics = evaluate(config, export=export, dataset=dataset, folder=tmp_path / "evaluation").metrics
     assert set(finished_training.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
-    for name, value in finished_training.result.validation.items():
-        assert 0 < value < 1
-        assert value == pytest.approx(metrics[f"{prefix}/{name}"], abs=1e-12)
+    for name, metric_value in finished_training.result.validation.items():
+        assert 0 < metric_value < 1
+        assert metric_value == pytest.approx(metrics[f"{metric_prefix}/{name}"], abs=1e-12)
 
 
 def test_the_metrics_contain_step_times_and_a_profile_is_written_if_configured(dataset, tmp_path):
@@ -288,22 +287,6 @@ def test_the_metrics_contain_step_times_and_a_profile_is_written_if_configured(d
         event_names = {event["name"] for event in trace["traceEvents"]}
         assert any("backward" in name for name in event_names)
         assert any("all_to_all" in name or "alltoall" in name for name in event_names)
-
-
-@pytest.mark.parametrize(("num_steps", "is_too_small"), [(21, True), (23, False)])
-def test_a_training_with_too_few_steps_for_a_profile_logs_a_warning(tmp_path, caplog, num_steps, is_too_small):
-    profiler = make_profiler(
-        ProfileConfig(), num_steps=num_steps, folder=tmp_path, process=Process(rank=0, world_size=1, device=torch.device("cpu"))
-    )
-    assert profiler is not None
-    with profiler:
-        for _ in range(num_steps):
-            profiler.step()
-    assert (tmp_path / "rank-0.json.gz").exists() != is_too_small
-    message = "the recording starts after step 22, but at most 21 steps are left; lower training.profile.after_steps"
-    assert [record.getMessage() for record in caplog.records if message in record.getMessage()] == (
-        [f"training.profile records no step: {message}"] * is_too_small
-    )
 
 
 def test_the_metrics_contain_the_unfrozen_share_of_a_table_in_each_epoch(dataset, tmp_path):

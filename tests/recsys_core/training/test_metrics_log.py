@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl, profiles, and the error of a loss that is not finite."""
+"""Lines of metrics.jsonl, profiles, and the error about a loss that is not finite."""
 
 import itertools
 from pathlib import Path
@@ -22,10 +22,10 @@ LAST_STEPS = (20, 25, 40, 50)
 """Last step of each line, with log_every_steps 20 and epochs of 25 steps."""
 
 
-def write_lines(rank: int, path: Path) -> None:
+def write_lines(rank: int, metrics_path: Path) -> None:
     """Write a line after each of LAST_STEPS, as on a GPU; assert that one step per line is timed."""
     metrics_log = MetricsLog(
-        path, spec=small_spec(), process=cpu_process(rank), total_steps=LAST_STEPS[-1], num_completed_steps=0
+        metrics_path, spec=small_spec(), process=cpu_process(rank), total_steps=LAST_STEPS[-1], num_completed_steps=0
     )
     metrics_log._is_gpu = True
     torch.cuda.synchronize = lambda: None  # type: ignore[assignment]
@@ -52,20 +52,20 @@ def progress_line(step: int, *, loss: float) -> str:
 
 
 def test_a_new_attempt_keeps_the_complete_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
-    path, process = tmp_path / "metrics.jsonl", Process(rank=0, world_size=1, device=torch.device("cpu"))
+    metrics_path, process = tmp_path / "metrics.jsonl", Process(rank=0, world_size=1, device=torch.device("cpu"))
     lines = [progress_line(step, loss=1 / step) for step in (1, 2, 4)]
-    path.write_text("".join(lines) + progress_line(2, loss=9.0)[:-1])  # a killed attempt wrote a part of a line
+    metrics_path.write_text("".join(lines) + progress_line(2, loss=9.0)[:-1])  # a killed attempt wrote a part of a line
     for num_completed_steps, expected_lines, expected_loss in ((4, lines, 0.25), (3, lines[:2], 0.5), (2, lines[:2], 0.5)):
         metrics_log = MetricsLog(
-            path, spec=small_spec(), process=process, total_steps=9, num_completed_steps=num_completed_steps
+            metrics_path, spec=small_spec(), process=process, total_steps=9, num_completed_steps=num_completed_steps
         )
-        assert path.read_text() == "".join(expected_lines)
+        assert metrics_path.read_text() == "".join(expected_lines)
         assert metrics_log.last_loss == expected_loss
 
 
-def write_lines_of_two_ranks(rank: int, path: Path) -> None:
+def write_lines_of_two_ranks(rank: int, metrics_path: Path) -> None:
     """Write two lines. The losses of rank r are r + 1 before the first line, and r + 5 before the second."""
-    metrics_log = MetricsLog(path, spec=small_spec(), process=cpu_process(rank), total_steps=4, num_completed_steps=0)
+    metrics_log = MetricsLog(metrics_path, spec=small_spec(), process=cpu_process(rank), total_steps=4, num_completed_steps=0)
     metrics_log._os_process = Mock(memory_info=lambda: Mock(rss=1_000 * (rank + 1)))
     for step, loss in ((1, 1.0), (2, 1.0), (3, 5.0)):
         metrics_log.add_step(torch.tensor(loss + rank), num_samples=8)
@@ -80,35 +80,52 @@ def test_a_line_has_the_mean_loss_and_the_largest_memory_of_all_ranks(tmp_path: 
     assert [(line.step, line.loss, line.memory_bytes) for line in lines] == [(2, 1.5, {"rss": 2_000}), (3, 5.5, {"rss": 2_000})]
 
 
-@pytest.mark.parametrize(("num_steps", "has_warning"), [(7, True), (8, False)])
+@pytest.mark.parametrize(
+    ("num_steps", "has_warning", "has_profile"),
+    [(6, True, False), (7, True, True), (8, False, True)],  # after 7 steps, the profile has no step
+)
 def test_a_profile_that_begins_after_the_last_step_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_steps: int, has_warning: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_steps: int, has_warning: bool, has_profile: bool
 ) -> None:
     process = Process(rank=0, world_size=1, device=torch.device("cpu"))
     config = ProfileConfig(after_steps=5)  # and two warm-up steps
-    assert make_profiler(config, num_steps=num_steps, folder=tmp_path / "profile", process=process) is not None
-    assert ("training.profile records no step: the recording starts after step 7, but at most 7" in caplog.text) == has_warning
-    assert make_profiler(None, num_steps=1, folder=tmp_path / "none", process=process) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+    profiler = make_profiler(config, num_steps=num_steps, folder=tmp_path, process=process)
+    assert profiler is not None
+    with profiler:
+        for _ in range(num_steps):
+            profiler.step()
+    assert (tmp_path / "rank-0.json.gz").exists() == has_profile
+    expected_message = (
+        f"training.profile records no step: the recording starts after step 7, but at most {num_steps} steps are left; "
+        "lower training.profile.after_steps"
+    )
+    profile_messages = [message for message in caplog.messages if "training.profile" in message]
+    assert profile_messages == ([expected_message] if has_warning else [])
+
+
+def test_without_a_profile_setting_there_is_no_profiler(tmp_path: Path) -> None:
+    process = Process(rank=0, world_size=1, device=torch.device("cpu"))
+    assert make_profiler(None, num_steps=1, folder=tmp_path / "profile", process=process) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path: Path) -> None:
-    def write_metrics(path: Path, *, losses: list[float]) -> None:
-        path.write_text("".join(progress_line(step, loss=loss) for step, loss in enumerate(losses, 1)))
+    def write_metrics(metrics_path: Path, *, losses: list[float]) -> None:
+        metrics_path.write_text("".join(progress_line(step, loss=loss) for step, loss in enumerate(losses, 1)))
 
-    path = tmp_path / "metrics.jsonl"
-    relayed_losses: list[tuple[int, float]] = []
-    tail = MetricsTail(path, lambda line: relayed_losses.append((line.step, line.loss)))
-    write_metrics(path, losses=[0.25])
+    metrics_path = tmp_path / "metrics.jsonl"
+    relayed_steps_and_losses: list[tuple[int, float]] = []
+    tail = MetricsTail(metrics_path, lambda line: relayed_steps_and_losses.append((line.step, line.loss)))
+    write_metrics(metrics_path, losses=[0.25])
     tail.relay()
     write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # the old file ends within the second new line
-    (tmp_path / "new").replace(path)
+    (tmp_path / "new").replace(metrics_path)
     tail.relay()
-    assert relayed_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
+    assert relayed_steps_and_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
 
 
-def check_message_of_tables(rank: int) -> None:
-    """Assert that the message names the optimizer of the table that is not finite, which may be its own optimizer."""
+def assert_message_names_the_optimizer(rank: int) -> None:
+    """Assert that the message about a table with a NaN names the setting of the optimizer that trains this table."""
     spec = small_spec(tables={"user": TableConfig(optimizer=TableOptimizer(kind="sgd"))})
     for table, setting in (("user", "tables.user.optimizer"), ("item", "training.table_optimizer")):
         model, _ = sharded_model(
@@ -130,4 +147,4 @@ def check_message_of_tables(rank: int) -> None:
 
 
 def test_the_error_of_a_table_names_the_setting_of_its_optimizer() -> None:
-    run_ranks(check_message_of_tables, world_size=1)
+    run_ranks(assert_message_names_the_optimizer, world_size=1)

@@ -35,18 +35,20 @@ def experiment(tmp_path_factory):
 
 def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_export(experiment, tmp_path):
     finished_training = train_in_forks(experiment, tmp_path / "work")
-    arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "export")
-    bytes_by_table_array = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
-    bytes_by_vector_array = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
-    estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
-    averaged = CONFIG.model_copy(update={"averaged_epochs": 2})
-    estimate_with_average = TrainingSetup(experiment.spec, averaged).checkpoint_bytes(
+    array_by_name = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "export")
+    bytes_by_table_array = {
+        name: array.nbytes for name, array in array_by_name.items() if name.startswith(("table_", "state_"))
+    }
+    bytes_by_vector_array = {name: array_by_name[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
+    estimated_bytes = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
+    averaging_config = CONFIG.model_copy(update={"averaged_epochs": 2})
+    estimated_bytes_with_average = TrainingSetup(experiment.spec, averaging_config).checkpoint_bytes(
         work_folder=tmp_path / "none", steps_per_epoch=10
     )
     weight_bytes = sum(num_bytes for name, num_bytes in bytes_by_table_array.items() if name.startswith("table_"))
-    assert estimate_with_average == estimate + weight_bytes
+    assert estimated_bytes_with_average == estimated_bytes + weight_bytes
     checkpoint_bytes = sum(path.stat().st_size for path in checkpoint_of(finished_training).glob("*.distcp"))
-    assert estimate == sum(bytes_by_table_array.values()) < checkpoint_bytes  # a checkpoint also contains the layers
+    assert estimated_bytes == sum(bytes_by_table_array.values()) < checkpoint_bytes  # a checkpoint also contains the layers
     bytes_by_array = bytes_by_table_array | bytes_by_vector_array
     largest_bytes = max(num_bytes for name, num_bytes in bytes_by_array.items() if not name.startswith("state_"))
     # While an array is built, its parts are on the disk too.
@@ -54,24 +56,20 @@ def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_exp
 
 
 @pytest.mark.parametrize(
-    ("changes", "steps_per_epoch", "num_checkpoints"),
+    ("config_changes", "steps_per_epoch", "num_checkpoints"),
     [
         ({"validation": None}, 1000, 1),  # step 1000 is the last step
         ({"validation": None}, 1001, 2),  # steps 1000 and 1001
         ({"validation": None, "epochs": 3}, 1500, 3),  # two are kept (keep_checkpoints) while the third is written
         ({"validation": ValidationConfig()}, 10, 1),
-        (
-            {"validation": ValidationConfig(every_epochs=2), "epochs": 4},
-            10,
-            2,
-        ),  # a best epoch is saved: at most one of each validation
+        ({"validation": ValidationConfig(every_epochs=2), "epochs": 4}, 10, 2),  # each of two validations may save a best epoch
     ],
 )
 def test_the_estimate_counts_the_checkpoints_that_exist_at_the_same_time(
-    experiment, tmp_path, changes, steps_per_epoch, num_checkpoints
+    experiment, tmp_path, config_changes, steps_per_epoch, num_checkpoints
 ):
     one_checkpoint_bytes = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=1)
-    setup = TrainingSetup(experiment.spec, CONFIG.model_copy(update=changes))
+    setup = TrainingSetup(experiment.spec, CONFIG.model_copy(update=config_changes))
     assert (
         setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=steps_per_epoch) == num_checkpoints * one_checkpoint_bytes
     )
@@ -79,13 +77,13 @@ def test_the_estimate_counts_the_checkpoints_that_exist_at_the_same_time(
 
 def test_files_of_an_earlier_attempt_are_subtracted_from_the_estimate(experiment, tmp_path):
     setup = TrainingSetup(experiment.spec, CONFIG)
-    estimate_without_files = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
+    estimated_bytes_without_files = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
-    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10) == estimate_without_files - 1_000
+    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10) == estimated_bytes_without_files - 1_000
 
 
 def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):
-    (small_disk / "other").write_bytes(bytes(2**20 - 2**16))
+    (small_disk / "other").write_bytes(bytes(2**20 - 2**16))  # 64 KiB of 1 MiB stay free
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
         train(

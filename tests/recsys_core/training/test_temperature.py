@@ -21,32 +21,32 @@ TRAINING = TrainingConfig(epochs=7, validation=ValidationConfig(metric="recall",
 class FakeTrainings:
     """Trainings that only record their job and write the metric of RECALL_BY_TEMPERATURE.
 
-    interrupted_at: temperature whose training is interrupted.
+    interrupted_temperature: temperature whose training is interrupted.
     """
 
-    def __init__(self, *, interrupted_at: float | None = None, metric_name: str = "recall@5") -> None:
+    def __init__(self, *, interrupted_temperature: float | None = None, metric_name: str = "recall@5") -> None:
         self.jobs: list[TrainJob] = []
-        self.interrupted_at, self.metric_name = interrupted_at, metric_name
+        self.interrupted_temperature, self.metric_name = interrupted_temperature, metric_name
 
     def __call__(self, job: TrainJob) -> None:
         temperature = job.spec.config.start_temperature
-        if temperature == self.interrupted_at:
+        if temperature == self.interrupted_temperature:
             raise KeyboardInterrupt
         self.jobs.append(job)
         validation = {self.metric_name: RECALL_BY_TEMPERATURE[temperature]}
-        result = TrainResult(
+        train_result = TrainResult(
             num_steps=1, num_epochs=1, num_examples=1, final_loss=1, samples_per_s=1, world_size=1,
             checkpoint="step-1", best_epoch=1, validation=validation,
         )  # fmt: skip
-        (job.work_folder / RESULT_FILE).write_text(result.model_dump_json())
+        (job.work_folder / RESULT_FILE).write_text(train_result.model_dump_json())
 
     @property
-    def temperatures(self) -> list[float]:
+    def trained_temperatures(self) -> list[float]:
         return [job.spec.config.start_temperature for job in self.jobs]
 
 
 def train_job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
-    """Return a job whose temperature is chosen by trainings."""
+    """Return a job that needs trials unless `temperature` is a number."""
     config = TwoTowerConfig.model_validate({"temperature": temperature})
     spec = ModelSpec.sized(config, num_users=3, num_items=4, ingested_by_feature={}, vector_dim_by_table={})
     folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_pa
     trainings = FakeTrainings()
     training = TRAINING.model_copy(update={"profile": ProfileConfig()})
     trials = run_trials(train_job(tmp_path / "work", training=training), trainings)
-    assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
+    assert trainings.trained_temperatures == list(CANDIDATE_TEMPERATURES)
     assert {(job.training.epochs, job.training.profile) for job in trainings.jobs} == {(1, None)}
     assert trials.temperature == 0.15
     assert trials.metric_by_temperature == {"0.07": 0.1, "0.1": 0.3, "0.15": 0.4, "0.2": 0.2}
@@ -75,17 +75,17 @@ def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_pa
 
 def test_an_interrupted_choice_continues_with_the_first_incomplete_candidate(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_trials(train_job(tmp_path / "work"), FakeTrainings(interrupted_at=0.15))
+        run_trials(train_job(tmp_path / "work"), FakeTrainings(interrupted_temperature=0.15))
     trainings = FakeTrainings()
     assert run_trials(train_job(tmp_path / "work"), trainings) == run_trials(train_job(tmp_path / "other"), FakeTrainings())
-    assert trainings.temperatures == [0.15, 0.2]
+    assert trainings.trained_temperatures == [0.15, 0.2]
 
 
 def test_a_file_of_trials_that_a_power_failure_has_cut_off_is_ignored(tmp_path: Path) -> None:
     job, trainings = train_job(tmp_path / "work"), FakeTrainings()
     (job.work_folder / TRIALS_FILE).write_text('{"temperature": 0')
     assert run_trials(job, trainings).temperature == 0.15
-    assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
+    assert trainings.trained_temperatures == list(CANDIDATE_TEMPERATURES)
 
 
 def test_a_temperature_from_the_config_or_from_the_champion_needs_no_trial(tmp_path: Path) -> None:
@@ -106,6 +106,7 @@ def test_a_temperature_from_the_config_or_from_the_champion_needs_no_trial(tmp_p
         (TRAINING, 0, "recall@5", "the split holds no event; set model.temperature to a number"),
         (TRAINING, 9, "other", "no user in the split has a target"),
     ],
+    ids=["no validation", "no event", "no metric"],
 )
 def test_without_a_metric_the_choice_is_rejected(
     tmp_path: Path, training: TrainingConfig, num_validation_events: int, metric_name: str, message: str

@@ -116,7 +116,7 @@ def run_export(
 
 @pytest.fixture(scope="module")
 def export(experiment, undisturbed_training, tmp_path_factory, sockets_by_stage):
-    """The manifest of the export of the undisturbed training."""
+    """The export manifest of the undisturbed training."""
     with collect_listening() as sockets_by_stage["export"]:
         return run_export(experiment, undisturbed_training.manifest, tmp_path_factory.mktemp("run") / "export")
 
@@ -156,15 +156,19 @@ def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(undistur
     assert manifest.validation["ndcg@10"] == ndcg_by_epoch[manifest.best_epoch] == max(ndcg_by_epoch.values())
 
 
+def with_automatic_temperature(experiment: Experiment) -> Experiment:
+    """Return the experiment with `model.temperature: auto`."""
+    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
+    return experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
+
+
 def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temperature(
     experiment, undisturbed_training, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(temperature, "CANDIDATE_TEMPERATURES", (50.0, 0.1))
+    monkeypatch.setattr(temperature, "CANDIDATE_TEMPERATURES", (50.0, 0.1))  # 0.1 is the default of model.temperature
     monkeypatch.setattr(train_module, "launch_job", launch_in_forks)
-    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
-    spec = experiment.spec.model_copy(update={"config": config})
     lines: list[Progress] = []
-    automatic_manifest = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
+    automatic_manifest = run_train(with_automatic_temperature(experiment), tmp_path / "train", on_progress=lines.append)
     configured_manifest, configured_lines = undisturbed_training
     assert (automatic_manifest.temperature, configured_manifest.temperature) == (0.1, 0.1)
     assert automatic_manifest.temperature_trials["0.1"] > automatic_manifest.temperature_trials["50"]
@@ -178,41 +182,39 @@ def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temp
 
 
 def test_a_resumed_training_repeats_only_the_interrupted_trial_of_the_temperature(experiment, tmp_path, monkeypatch):
-    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
-    experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
-    temperatures: list[float] = []
+    experiment = with_automatic_temperature(experiment)
+    trained_temperatures: list[float] = []
 
-    def interrupted_at_third_call(job: TrainJob, **_: object) -> TrainJob:
-        temperatures.append(job.spec.config.start_temperature)
-        if len(temperatures) == 3:
+    def interrupt_third_call(job: TrainJob, **_: object) -> TrainJob:
+        trained_temperatures.append(job.spec.config.start_temperature)
+        if len(trained_temperatures) == 3:
             raise KeyboardInterrupt
-        result = TrainResult(
+        trial_result = TrainResult(
             num_steps=1, num_epochs=1, num_examples=1, final_loss=1, samples_per_s=1, world_size=2,
             checkpoint="step-1", best_epoch=1, validation={"ndcg@10": 0.1},
         )  # fmt: skip
-        (job.work_folder / RESULT_FILE).write_text(result.model_dump_json())
+        (job.work_folder / RESULT_FILE).write_text(trial_result.model_dump_json())
         return job
 
-    monkeypatch.setattr(train_module, "run_attempts", interrupted_at_third_call)
+    monkeypatch.setattr(train_module, "run_attempts", interrupt_third_call)
     with pytest.raises(KeyboardInterrupt):
         run_train(experiment, tmp_path / "train")
     with pytest.raises(FileNotFoundError):  # after the trials, the fake training writes no checkpoint
         run_train(experiment, tmp_path / "train")
-    assert temperatures[:3] == list(temperature.CANDIDATE_TEMPERATURES[:3])  # the third trial was interrupted
-    assert temperatures[3:5] == list(temperature.CANDIDATE_TEMPERATURES[2:])
+    assert trained_temperatures[:3] == list(temperature.CANDIDATE_TEMPERATURES[:3])  # the third trial was interrupted
+    assert trained_temperatures[3:5] == list(temperature.CANDIDATE_TEMPERATURES[2:])
 
 
-def test_a_training_that_was_interrupted_in_a_trial_of_the_temperature_is_resumed(experiment, tmp_path, monkeypatch):
-    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
-    experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
+def test_an_interrupted_trial_of_the_temperature_is_launched_again_with_the_same_log_folder(experiment, tmp_path, monkeypatch):
+    experiment = with_automatic_temperature(experiment)
     log_folders: list[Path] = []
 
-    def fail(job_path: Path, *, folder: Path, **_: object) -> None:
+    def fail_to_launch(job_path: Path, *, folder: Path, **_: object) -> None:
         folder.mkdir(parents=True)  # as `launch` does
         log_folders.append(folder)
         raise KeyboardInterrupt if len(log_folders) == 1 else StageError("second launch")
 
-    monkeypatch.setattr(train_module, "launch", fail)
+    monkeypatch.setattr(train_module, "launch", fail_to_launch)
     with pytest.raises(KeyboardInterrupt):
         run_train(experiment, tmp_path / "train")
     with pytest.raises(StageError, match="second launch"):
@@ -236,15 +238,15 @@ def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, undisturbe
 
 
 def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain(experiment, tmp_path):
-    old_log = tmp_path / "archive" / "logs" / "attempt-1"
-    old_log.mkdir(parents=True)
+    old_log_folder = tmp_path / "archive" / "logs" / "attempt-1"
+    old_log_folder.mkdir(parents=True)
     for stage in ("train", "export"):
         (tmp_path / f"{stage}.work").symlink_to(tmp_path / "archive")
     with pytest.raises(InputError, match=r"train\.work is a link"):
         run_train(experiment, tmp_path / "train")
     with pytest.raises(InputError, match=r"export\.work is a link"):
         run_export(experiment, experiment.plan, tmp_path / "export")
-    assert old_log.is_dir()
+    assert old_log_folder.is_dir()
 
 
 @pytest.mark.drill
@@ -259,13 +261,13 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal(experiment, tmp_
 
 @pytest.mark.drill
 def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(experiment, tmp_path):
-    one_attempt = LONG_CONFIG.model_copy(update={"max_attempts": 1})
+    config_of_one_attempt = LONG_CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
-        run_train(experiment, tmp_path / "train", config=one_attempt, on_progress=once_at_step(20, kill_a_rank))
+        run_train(experiment, tmp_path / "train", config=config_of_one_attempt, on_progress=once_at_step(20, kill_a_rank))
     assert any((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
     lines: list[Progress] = []
-    one_epoch = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
-    manifest = run_train(experiment, tmp_path / "train", config=one_epoch, on_progress=lines.append)
+    config_of_one_epoch = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
+    manifest = run_train(experiment, tmp_path / "train", config=config_of_one_epoch, on_progress=lines.append)
     assert lines[0].step == CONFIG.log_every_steps
     assert {line.total_steps for line in lines} == {manifest.num_steps}
 

@@ -1,4 +1,4 @@
-"""Warnings before the launch, and attempts after a failure with their number of ranks. The launches are faked."""
+"""Warnings before a launch, and the number of ranks of each attempt after a failure. The launches are faked."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -60,17 +60,17 @@ def test_an_attempt_with_fewer_ranks_never_has_a_batch_size_above_the_limit(
     cluster = ClusterConfig(device="cpu", processes_per_node=2)
     setup = TrainingSetup(experiment.spec, training, experiment.loss, ShardingConfig(cluster=cluster))
     plan = setup.plan(experiment.dataset, folder=tmp_path / "plan")
-    jobs: list[TrainJob] = []
+    started_jobs: list[TrainJob] = []
 
     def fail(job: TrainJob, **_: object) -> None:
-        jobs.append(job)
+        started_jobs.append(job)
         raise LaunchError("a rank has failed")
 
     monkeypatch.setattr(train_module, "launch_job", fail)
     job = train_job(experiment._replace(plan=plan), tmp_path / "work").model_copy(update={"training": training})
     with pytest.raises(LaunchError, match="a rank has failed"):
         train_module.run_attempts(job, setup=setup, poll=lambda: None)
-    for started_job in jobs:
+    for started_job in started_jobs:
         assert TrainJob.model_validate_json(started_job.model_dump_json()) == started_job
     assert "there is no attempt with 1 ranks instead of 2: its training.batch_size would be 1200000, but at most 1048576" in (
         caplog.text
@@ -88,13 +88,13 @@ def test_a_warm_up_that_ends_after_the_last_step_is_reported(
 ) -> None:
     optimizer = TableOptimizer(warmup_steps=warmup_steps)
     user_table = experiment.spec.tables["user"]
-    settings = user_table.settings.model_copy(update={"optimizer": optimizer})
+    user_settings = user_table.settings.model_copy(update={"optimizer": optimizer})
     spec = with_optimizer(experiment.spec, TableOptimizer(warmup_steps=0))
-    user_table = user_table.model_copy(update={"settings": settings, "optimizer": optimizer})
+    user_table = user_table.model_copy(update={"settings": user_settings, "optimizer": optimizer})
     spec = spec.model_copy(update={"tables": spec.tables | {"user": user_table}})
-    num_rank_events = experiment.dataset.interactions.num_train_events // experiment.plan.world_size
+    num_events_per_rank = experiment.dataset.interactions.num_train_events // experiment.plan.world_size
     training = TRAINING.model_copy(
-        update={"epochs": 10, "batch_size": num_rank_events, "dense_optimizer": DenseOptimizer(warmup_steps=warmup_steps)}
+        update={"epochs": 10, "batch_size": num_events_per_rank, "dense_optimizer": DenseOptimizer(warmup_steps=warmup_steps)}
     )
 
     def fail(job: TrainJob, **_: object) -> None:
@@ -118,11 +118,11 @@ def test_a_stage_error_of_a_rank_is_raised_and_not_retried(
 ) -> None:
     launch = Mock(side_effect=StageError("the loss is nan"))
     monkeypatch.setattr(train_module, "launch_job", launch)
-    with pytest.raises(StageError, match="the loss is nan") as caught:
+    with pytest.raises(StageError, match="the loss is nan") as error_info:
         train_module.run_attempts(
             train_job(experiment, tmp_path / "work"),
             setup=TrainingSetup(experiment.spec, TRAINING, experiment.loss),
             poll=lambda: None,
         )
-    assert not isinstance(caught.value, LaunchError)
+    assert not isinstance(error_info.value, LaunchError)
     assert launch.call_count == 1

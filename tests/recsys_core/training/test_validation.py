@@ -1,4 +1,4 @@
-"""Validation during training, compared with the served recommendations."""
+"""Validation during training: the users that are validated, their candidates and metrics, and heartbeats."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
 
 
 def _log_with_new_users(folder: Path) -> InteractionsManifest:
-    # 39 users have all items but one before the split. The new users have none, and then take item 0, the most popular item.
+    # 39 users have all items but one before the split. The new users have none, and item 0, the most popular item, after it.
     items_of_old_users = [[item for item in range(NUM_ITEMS) if item != missing_item] for missing_item in range(1, NUM_ITEMS)]
     num_old_users = len(items_of_old_users)
     return write_interactions_stage(
@@ -84,10 +84,11 @@ def test_with_cold_candidates_only_items_without_a_training_event_are_ranked(tmp
 
 def _validate_cold_items(rank: int, folder: Path) -> None:
     """Assert that the only cold item is always first, whatever the random weights are."""
+    cold_item = NUM_ITEMS - 1
     interactions = write_interactions_stage(
         folder / "interactions",
-        train=[[user % 39, (user + 1) % 39] for user in range(NUM_ITEMS)],
-        validation=[[39]] * NUM_ITEMS,
+        train=[[user % cold_item, (user + 1) % cold_item] for user in range(NUM_ITEMS)],
+        validation=[[cold_item]] * NUM_ITEMS,
         test=[[]] * NUM_ITEMS,
         num_items=NUM_ITEMS,
     )
@@ -103,49 +104,52 @@ def test_each_batch_of_validated_users_sends_a_heartbeat(tmp_path: Path) -> None
 def _validate_in_batches(rank: int, folder: Path) -> None:
     """Assert that a heartbeat is sent in each of three batches and after the last, and that dropout is off in each batch."""
     validator = _validator_of(_log_with_new_users(folder), rank, folder, seed=0)
-    heartbeat_path, rank_users, was_sent = folder / "heartbeat", validator._target_positions, []
+    heartbeat_path, target_positions, was_sent_by_batch = folder / "heartbeat", validator._target_positions, []
 
-    def rank_users_and_check_heartbeat(*arguments: Any, **options: Any) -> TargetPositions:
-        was_sent.append(heartbeat_path.exists())
+    def check_heartbeat_and_return_positions(*arguments: Any, **options: Any) -> TargetPositions:
+        was_sent_by_batch.append(heartbeat_path.exists())
         assert not validator._encoder.task.training
         heartbeat_path.unlink(missing_ok=True)
-        return rank_users(*arguments, **options)
+        return target_positions(*arguments, **options)
 
-    validator._target_positions = rank_users_and_check_heartbeat  # type: ignore[method-assign]
+    validator._target_positions = check_heartbeat_and_return_positions  # type: ignore[method-assign]
     encoding.ENCODE_BATCH_ROWS = NUM_NEW_USERS // 3
     validator.measure()
-    assert was_sent == [True] * 3 and heartbeat_path.exists()
+    assert was_sent_by_batch == [True] * 3 and heartbeat_path.exists()
 
 
 @pytest.mark.parametrize(
-    ("validation", "validated_users"), [([[0], [2]], []), ([[0, 1], [2]], [0])], ids=["all seen", "one unseen"]
+    ("validation_items", "validated_users"), [([[0], [2]], []), ([[0, 1], [2]], [0])], ids=["all seen", "one unseen"]
 )
 def test_users_who_had_seen_all_their_validation_items_are_not_validated(
-    tmp_path: Path, validation: list[list[int]], validated_users: list[int]
+    tmp_path: Path, validation_items: list[list[int]], validated_users: list[int]
 ) -> None:
-    stage = write_interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], num_items=3)
-    assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == validated_users
+    interactions = write_interactions_stage(
+        tmp_path / "stage", train=[[0], [1, 2]], validation=validation_items, test=[[], []], num_items=3
+    )
+    users = users_to_validate(ValidationConfig(), store=EventStore.open(interactions), cold_items=None)
+    assert users.tolist() == validated_users
 
 
 def test_cold_candidates_need_a_validation_event_of_a_cold_item(tmp_path: Path) -> None:
     config = ValidationConfig(candidates="cold")
-    stage = write_interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "stage", train=[[0], [1], [0, 1]], validation=[[2], [0], [1, 2]], test=[[], [], []], num_items=3
     )
-    store = EventStore.open(stage)
+    store = EventStore.open(interactions)
     assert users_to_validate(config, store=store, cold_items=np.array([2])).tolist() == [0, 2]
     with pytest.raises(InputError, match="candidates is cold, but every validation event has an item with training events"):
         users_to_validate(config, store=store, cold_items=np.array([], np.int64))
 
 
 def test_a_sample_of_the_validation_users_is_ascending_and_always_the_same(tmp_path: Path) -> None:
-    stage = write_interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "stage", train=[[0]] * 100, validation=[[1]] * 100, test=[[]] * 100, num_items=2
     )
-    samples = [
-        users_to_validate(ValidationConfig(max_users=60), store=EventStore.open(stage), cold_items=None).tolist()
+    sample, repeated_sample = (
+        users_to_validate(ValidationConfig(max_users=60), store=EventStore.open(interactions), cold_items=None).tolist()
         for _ in range(2)
-    ]
-    assert samples[0] == samples[1] == sorted({*samples[0]}) and len(samples[0]) == 60
-    all_users = users_to_validate(ValidationConfig(max_users=100), store=EventStore.open(stage), cold_items=None)
+    )
+    assert sample == repeated_sample == sorted({*sample}) and len(sample) == 60
+    all_users = users_to_validate(ValidationConfig(max_users=100), store=EventStore.open(interactions), cold_items=None)
     assert all_users.tolist() == list(range(100))

@@ -24,15 +24,15 @@ def writer_of(rank: int, folder: Path, *, world_size: int | None = None) -> Rank
 
 
 def write_parts(rank: int, folder: Path) -> None:
-    """Write from two ranks an array by rows, an array by columns, and an array whose parts overlap."""
+    """Write this rank's part of an array by rows, of an array by columns, and of an array whose parts overlap."""
     writer = writer_of(rank, folder)
     own_rows, own_columns = (slice(0, 300), slice(300, NUM_ROWS))[rank], (slice(0, 2), slice(2, NUM_COLUMNS))[rank]
     all_rows, all_columns = slice(0, NUM_ROWS), slice(0, NUM_COLUMNS)
     for name, rows, columns in (("rows.npy", own_rows, all_columns), ("columns.npy", all_rows, own_columns)):
-        path = folder / name
-        with writer.part(path) as part:
+        array_path = folder / name
+        with writer.part(array_path) as part:
             part.add(rows.start, columns.start, VALUE_RC[rows, columns])
-        writer.build(path, shape=(NUM_ROWS, NUM_COLUMNS))
+        writer.build(array_path, shape=(NUM_ROWS, NUM_COLUMNS))
     with writer.part(folder / "accumulator.npy") as part:
         part.add(0, 0, VALUE_RC[:, :1])
     writer.build(folder / "accumulator.npy", shape=(NUM_ROWS,), accumulate=True)
@@ -63,21 +63,21 @@ def test_no_rank_opens_or_maps_a_file_that_another_rank_writes(tmp_path: Path) -
 
 
 def fill_the_disk(rank: int, folder: Path, part_mib: float) -> None:
-    """Write a part that does not fit on the disk, and store the error of this rank in a file."""
+    """Write an array that does not fit on the disk, and store the error message of this rank in a file."""
     writer = writer_of(rank, folder)
-    value_RC = torch.ones(int(part_mib * 2**18) // NUM_COLUMNS, NUM_COLUMNS)
+    ones_RC = torch.ones(int(part_mib * 2**18) // NUM_COLUMNS, NUM_COLUMNS)
     try:
         with writer.part(folder / "array.npy") as part:
             if rank == 0:
-                part.add(0, 0, value_RC)
-        writer.build(folder / "array.npy", shape=tuple(value_RC.shape))
+                part.add(0, 0, ones_RC)
+        writer.build(folder / "array.npy", shape=tuple(ones_RC.shape))
     except InputError as error:
         (folder.parent / f"error-{rank}").write_text(str(error))
         if part_mib > 1:  # the part does not fit, so the other rank waits at this barrier in `build`
             dist.barrier()
 
 
-@pytest.mark.parametrize("part_mib", [2, 0.6], ids=["part does not fit", "part and array do not fit"])
+@pytest.mark.parametrize("part_mib", [2, 0.6], ids=["part does not fit", "part and array together do not fit"])
 def test_a_disk_that_fills_up_is_an_input_error_and_kills_no_rank(tmp_path: Path, small_disk: Path, part_mib: float) -> None:
     run_ranks(fill_the_disk, world_size=2, arguments=(small_disk, part_mib))
     message = (tmp_path / "error-0").read_text()
@@ -110,13 +110,13 @@ def test_records_that_are_missing_or_do_not_fit_into_the_array_are_an_error(
         writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=write_part(tmp_path, *records))
 
 
-@pytest.mark.parametrize("num_bytes_left", [5, 40])
+@pytest.mark.parametrize("num_bytes_left", [5, 40], ids=["cut off in the header", "cut off in the values"])
 def test_the_error_names_a_part_file_that_is_cut_off_or_missing(tmp_path: Path, num_bytes_left: int) -> None:
-    path = write_part(tmp_path, (0, 0, torch.ones(4, 2)))
-    part_path = path.with_name("array.npy.rank-0")
+    array_path = write_part(tmp_path, (0, 0, torch.ones(4, 2)))
+    part_path = array_path.with_name("array.npy.rank-0")
     part_path.write_bytes(part_path.read_bytes()[:num_bytes_left])
     with pytest.raises(StageError, match=r"array\.npy\.rank-0: a record .* is cut off"):
-        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=path)
+        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=array_path)
     part_path.unlink()
     with pytest.raises(StageError, match=r"array\.npy\.rank-0: this file of another rank is not visible here"):
-        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=path)
+        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=array_path)

@@ -44,7 +44,7 @@ def trained_model(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_data_shards_and_four_ranks_change_no_metric(tmp_path: Path) -> None:
-    evaluations, exported_files = {}, {}
+    evaluation_by_num_shards, files_by_num_shards = {}, {}
     for num_shards in (1, 8):
         folder = tmp_path / f"{num_shards} shards"
         folder.mkdir()
@@ -55,20 +55,24 @@ def test_data_shards_and_four_ranks_change_no_metric(tmp_path: Path) -> None:
         experiment = make_experiment(dataset, folder / "plan", model=MODEL, training=training, world_size=4)
         finished_training = train_in_forks(experiment, folder / "work")
         export = write_export(experiment, finished_training, folder / "export", ranking=ranking_settings(ALL_METRICS))
-        evaluations[num_shards] = evaluate(ALL_METRICS, export=export, dataset=dataset, folder=folder / "evaluation")
-        exported_files[num_shards] = {name: record for name, record in export.files.items() if name != "model.json"}
+        evaluation_by_num_shards[num_shards] = evaluate(
+            ALL_METRICS, export=export, dataset=dataset, folder=folder / "evaluation"
+        )
+        files_by_num_shards[num_shards] = {name: record for name, record in export.files.items() if name != "model.json"}
         assert dataset.interactions.num_shards == num_shards
-    assert exported_files[1] == exported_files[8]  # checksums of vectors, tables, layers and rankings
-    one_shard, eight_shards = evaluations[1], evaluations[8]
+    assert files_by_num_shards[1] == files_by_num_shards[8]  # checksums of vectors, tables, layers and rankings
+    one_shard_evaluation, eight_shard_evaluation = evaluation_by_num_shards[1], evaluation_by_num_shards[8]
     for field in ("metrics", "slices", "half_widths"):
-        assert getattr(one_shard, field) == getattr(eight_shards, field)
-    assert one_shard.metrics["test/users"] > 50
+        assert getattr(one_shard_evaluation, field) == getattr(eight_shard_evaluation, field)
+    assert one_shard_evaluation.metrics["test/users"] > 50
     export_without_rankings = export.model_copy(update={"ranking": None})
-    in_one_process = evaluate(ALL_METRICS, export=export_without_rankings, dataset=dataset, folder=folder / "one process")
-    assert in_one_process.metrics == eight_shards.metrics
+    single_process_evaluation = evaluate(
+        ALL_METRICS, export=export_without_rankings, dataset=dataset, folder=folder / "one process"
+    )
+    assert single_process_evaluation.metrics == eight_shard_evaluation.metrics
     for name in ("positions.parquet", "user_metrics.parquet", "popularity.npy"):
-        assert one_shard.path(name).read_bytes() == eight_shards.path(name).read_bytes()
-        assert in_one_process.path(name).read_bytes() == eight_shards.path(name).read_bytes()
+        assert one_shard_evaluation.path(name).read_bytes() == eight_shard_evaluation.path(name).read_bytes()
+        assert single_process_evaluation.path(name).read_bytes() == eight_shard_evaluation.path(name).read_bytes()
 
 
 @pytest.mark.parametrize("config", [ALL_METRICS, TOP_LISTS], ids=["all metrics", "top lists"])
@@ -77,13 +81,18 @@ def test_the_evaluation_of_stored_rankings_equals_the_evaluation_of_vectors(
 ) -> None:
     export = write_export(*trained_model, tmp_path / "export", ranking=ranking_settings(config))
     export_without_rankings = export.model_copy(update={"ranking": None})
-    stored = evaluate(config, export=export, dataset=dataset, folder=tmp_path / "stored")
-    computed = evaluate(config, export=export_without_rankings, dataset=dataset, folder=tmp_path / "computed")
-    assert stored.metrics == computed.metrics and stored.slices == computed.slices
-    assert {"test/users", "validation/users", f"baseline/zero_shot/recall@{config.ks[0]}"} <= stored.metrics.keys()
-    assert config is TOP_LISTS or "test/cold/users" in stored.metrics  # the 40 sampled users have no cold target
+    ranking_evaluation = evaluate(config, export=export, dataset=dataset, folder=tmp_path / "stored")
+    vector_evaluation = evaluate(config, export=export_without_rankings, dataset=dataset, folder=tmp_path / "computed")
+    assert ranking_evaluation.metrics == vector_evaluation.metrics and ranking_evaluation.slices == vector_evaluation.slices
+    assert {
+        "test/users",
+        "validation/users",
+        f"baseline/zero_shot/recall@{config.ks[0]}",
+    } <= ranking_evaluation.metrics.keys()
+    # The 40 users that TOP_LISTS samples have no cold target.
+    assert config is TOP_LISTS or "test/cold/users" in ranking_evaluation.metrics
     for name in ("positions.parquet", "user_metrics.parquet", "metrics.json"):
-        assert stored.path(name).read_bytes() == computed.path(name).read_bytes()
+        assert ranking_evaluation.path(name).read_bytes() == vector_evaluation.path(name).read_bytes()
 
 
 def test_stored_rankings_are_used_only_if_they_have_the_settings_of_the_evaluation(
@@ -94,21 +103,23 @@ def test_stored_rankings_are_used_only_if_they_have_the_settings_of_the_evaluati
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     export = write_export(*trained_model, tmp_path / "export", ranking=ranking_settings(ALL_METRICS))
-    vector_files = ("item_vectors.npy", "query_vectors_test.npy", "query_vectors_validation.npy")
-    for name in vector_files:
+    vector_file_names = ("item_vectors.npy", "query_vectors_test.npy", "query_vectors_validation.npy")
+    for name in vector_file_names:
         (export.folder / name).rename(tmp_path / name)
-    with monkeypatch.context() as without_zero_shot:
-        without_zero_shot.delattr(ZeroShot, "item_vectors")
-        evaluate(ALL_METRICS, export=export, dataset=dataset, folder=tmp_path / "same")  # without vectors
-    for name in vector_files:
+    with monkeypatch.context() as patch:
+        patch.delattr(ZeroShot, "item_vectors")
+        evaluate(ALL_METRICS, export=export, dataset=dataset, folder=tmp_path / "same")  # no vectors are read
+    for name in vector_file_names:
         (tmp_path / name).rename(export.folder / name)
-    other_cutoffs = ALL_METRICS.model_copy(update={"ks": (5, 60)})
+    other_cutoffs_config = ALL_METRICS.model_copy(update={"ks": (5, 60)})
     with caplog.at_level("INFO"):
-        metrics = evaluate(other_cutoffs, export=export, dataset=dataset, folder=tmp_path / "other").metrics
+        metrics = evaluate(other_cutoffs_config, export=export, dataset=dataset, folder=tmp_path / "other").metrics
     assert "the settings of the evaluation have changed since the export" in caplog.text
     export_without_rankings = export.model_copy(update={"ranking": None})
-    expected = evaluate(other_cutoffs, export=export_without_rankings, dataset=dataset, folder=tmp_path / "expected").metrics
-    assert metrics == expected
+    expected_metrics = evaluate(
+        other_cutoffs_config, export=export_without_rankings, dataset=dataset, folder=tmp_path / "expected"
+    ).metrics
+    assert metrics == expected_metrics
 
 
 def test_query_vectors_end_in_the_trained_weight_and_item_vectors_in_the_popularity(

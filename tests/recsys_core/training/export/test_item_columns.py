@@ -13,7 +13,7 @@ from tests.recsys_core.training.export.shares import share_of
 def receive_all_columns(rank: int) -> None:
     """Assert that each rank receives the vectors of all requested items in blocks of four."""
     item_vector_ID, process = torch.arange(70.0).reshape(35, 2), cpu_process(rank)
-    item_row_C = np.random.default_rng(0).permutation(35)[:33]
+    item_row_C = np.random.default_rng(0).permutation(35)[:33]  # without two items of rank 2
     columns = TravellingColumns(share_of(item_vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)
     for _ in range(2):  # the columns can travel again
         blocks = [(first_column, block_CD.clone()) for first_column, block_CD in columns.travel()]
@@ -30,5 +30,7 @@ def test_every_rank_holds_some_columns_and_receives_all_columns_in_order() -> No
 
 @pytest.mark.parametrize("num_rows", [0, 2, 7, 9])
 def test_the_rows_are_split_over_the_ranks_as_by_array_split(num_rows: int) -> None:
-    ranges = [rows_of_rank(num_rows, Process(rank, 4, torch.device("cpu"))) for rank in range(4)]
-    assert [list(range(num_rows))[rows] for rows in ranges] == [rows.tolist() for rows in np.array_split(range(num_rows), 4)]
+    row_slices = [rows_of_rank(num_rows, Process(rank, 4, torch.device("cpu"))) for rank in range(4)]
+    assert [list(range(num_rows))[rows] for rows in row_slices] == [
+        rows.tolist() for rows in np.array_split(range(num_rows), 4)
+    ]

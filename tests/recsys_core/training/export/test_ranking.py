@@ -16,14 +16,14 @@ from tests.recsys_core.training.export.shares import share_of
 
 NUM_ITEMS, NUM_QUERIES, DIM, K = 5_003, 157, 24, 30
 COLD_ROW_C = np.arange(3, NUM_ITEMS, 11)
-SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * NUM_ITEMS}
+SIZE_BY_CONSTANT = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * NUM_ITEMS}
 """Small sizes, so that there are eight blocks of 640 columns, the last of which has a narrow tile, and chunks of 64 queries."""
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
     """Write the rankings of the queries of this rank: full, without positions, and of cold items alone."""
-    for name, size in SIZES.items():
-        setattr(chunks, name, size)
+    for constant, size in SIZE_BY_CONSTANT.items():
+        setattr(chunks, constant, size)
     process = cpu_process(rank)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
     items, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
@@ -53,8 +53,8 @@ def test_ranks_compute_the_ranking_of_one_process(
     query_ranges: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(rank_own_queries, world_size=len(query_ranges), arguments=(tmp_path, query_ranges))
-    for name, size in SIZES.items():
-        monkeypatch.setattr(chunks, name, size)
+    for constant, size in SIZE_BY_CONSTANT.items():
+        monkeypatch.setattr(chunks, constant, size)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
     expected_ranking_by_name = {
         "full": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K),

@@ -1,4 +1,4 @@
-"""The average of the weights over epochs: its values, its place in the model, and a whole training on two gloo ranks."""
+"""The average of the weights over epochs: its values, its exchange with the weights, and a training on two gloo ranks."""
 
 import math
 
@@ -35,12 +35,13 @@ def set_weights(model: nn.Module, value: float) -> None:
 def test_the_average_is_the_mean_of_the_first_epochs_and_then_moves_by_a_fixed_share() -> None:
     model = nn.Linear(2, 2)
     average = WeightAverage(model, num_epochs=3)
-    values = []
+    averages = []
     for epoch, value in enumerate([6.0, 2.0, 4.0, 10.0, -4.0], start=1):
         set_weights(model, value)
         average.add_epoch(epoch)
-        values.append(average.state["weight"][0, 0].item())
-    assert values == pytest.approx([6, 4, 4, 7, 1.5])
+        averages.append(average.state["weight"][0, 0].item())
+    # From epoch 3 on, the average moves by 2 / (num_epochs + 1) = 1/2 of the difference.
+    assert averages == pytest.approx([6, 4, 4, 7, 1.5])
 
 
 def test_averaged_weights_are_loaded_only_inside_the_block_even_after_an_error() -> None:
@@ -89,24 +90,30 @@ def test_with_averaging_the_export_has_the_mean_of_the_epochs(tmp_path):
     )
     dataset = generate_dataset(tmp_path)
     # Each epoch ends with a checkpoint.
-    epoch_steps = math.ceil(dataset.interactions.num_train_events / (2 * training.batch_size))  # two ranks
-    training = training.model_copy(update={"checkpoint_every_steps": epoch_steps})
+    steps_per_epoch = math.ceil(dataset.interactions.num_train_events / (2 * training.batch_size))  # two ranks
+    training = training.model_copy(update={"checkpoint_every_steps": steps_per_epoch})
     experiment = make_experiment(dataset, tmp_path / "plan", training=training)
     training_without_average = train_in_forks(experiment, tmp_path / "without")
-    exports = [
+    export_of_each_epoch = [
         export_in_forks(
             experiment,
-            training_without_average.work_folder / CHECKPOINTS_FOLDER / checkpoint_name(epoch * epoch_steps),
+            training_without_average.work_folder / CHECKPOINTS_FOLDER / checkpoint_name(epoch * steps_per_epoch),
             tmp_path / f"epoch {epoch}",
         )
         for epoch in range(1, num_epochs + 1)
     ]
     experiment = experiment._replace(training=training.model_copy(update={"averaged_epochs": 2 * num_epochs - 1}))
-    averaged = export_in_forks(experiment, checkpoint_of(train_in_forks(experiment, tmp_path / "with")), tmp_path / "export")
-    weight_names = [name for name in averaged if name.startswith("table_") or not name.endswith(".npy")]
+    averaged_export = export_in_forks(
+        experiment, checkpoint_of(train_in_forks(experiment, tmp_path / "with")), tmp_path / "export"
+    )
+    weight_names = [name for name in averaged_export if name.startswith("table_") or not name.endswith(".npy")]
     assert "table_item.npy" in weight_names and len(weight_names) > 5
     for name in weight_names:
         np.testing.assert_allclose(
-            averaged[name], np.mean([export[name] for export in exports], axis=0), rtol=1e-4, atol=1e-6, err_msg=name
+            averaged_export[name],
+            np.mean([export[name] for export in export_of_each_epoch], axis=0),
+            rtol=1e-4,
+            atol=1e-6,
+            err_msg=name,
         )
-    assert not np.allclose(averaged["table_item.npy"], exports[-1]["table_item.npy"], atol=1e-3)
+    assert not np.allclose(averaged_export["table_item.npy"], export_of_each_epoch[-1]["table_item.npy"], atol=1e-3)

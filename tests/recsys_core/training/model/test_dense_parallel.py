@@ -49,13 +49,13 @@ def spec_of(history: HistoryConfig | None = None) -> ModelSpec:
     """Return a spec with every kind of dense parameter. On four ranks, the last rank has no row of some layers."""
     forms = {"user.groups": "list", "user.age": "number", "item.price": "number"}
     spec = small_spec(forms=forms, tables={"user.age": TableConfig(dim=4), "item": TableConfig(dim=12)})
-    settings = {
+    config_changes = {
         "query": TowerConfig(layers=(13, 6, 8), skip_connection=True, layer_norm=True),
         "candidate": TowerConfig(layers=(5, 8)),
         "history": history or spec.config.history,
         "learn_temperature": True,
     }
-    return spec.model_copy(update={"config": spec.config.model_copy(update=settings)})
+    return spec.model_copy(update={"config": spec.config.model_copy(update=config_changes)})
 
 
 class ShardedTraining(NamedTuple):
@@ -79,7 +79,7 @@ def start_training(rank: int, spec: ModelSpec, **settings: Any) -> ShardedTraini
     )
     training = ShardedTraining(model, make_optimizer(model, spec=spec, config=config))
     training.head.uses_bf16 = config.precision == "bf16"
-    sharded_names = {name for name, value in training.head.named_parameters() if isinstance(value, DTensor)}
+    sharded_names = {name for name, parameter in training.head.named_parameters() if isinstance(parameter, DTensor)}
     tower_names = {name for name, _ in training.head.named_parameters() if "tower." in name or "item.projection." in name}
     assert sharded_names == (tower_names if config.dense_parallel == "sharded" else set())
     # The weights and the start vector of the pooling, and the temperature, belong to no tower.
@@ -90,12 +90,12 @@ def start_training(rank: int, spec: ModelSpec, **settings: Any) -> ShardedTraini
 def train(training: ShardedTraining, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
     """Train `steps` and return their losses on this rank."""
     config = TrainingConfig(**{"dense_optimizer": ADAM} | settings)
-    rates = LearningRates(training.optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
+    learning_rates = LearningRates(training.optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
     batches = iter([make_batch(spec, ranks=[rank], step=step, num_queries=6, num_negatives=NUM_NEGATIVES) for step in steps])
     pipeline = TrainPipelineSparseDist(training.model, training.optimizer, torch.device("cpu"))
     losses = []
     for step in steps:
-        rates.set_step(step)
+        learning_rates.set_step(step)
         losses.append(pipeline.progress(batches).item())
     if steps:
         assert len(pipeline._pipelined_modules) == len(training.model.module.embedding_tables)
@@ -105,11 +105,11 @@ def train(training: ShardedTraining, rank: int, spec: ModelSpec, *, steps: range
 
 def dense_state(training: ShardedTraining) -> dict[str, np.ndarray]:
     """Return the weights and optimizer states that TorchRec does not shard, by name. All ranks must call this function."""
-    value_by_name, _ = flatten_state_dict({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
+    tensor_by_name, _ = flatten_state_dict({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
     return {
-        name: value.detach().numpy().copy()
-        for name, value in gather_tensors(
-            {name: value for name, value in value_by_name.items() if not isinstance(value, ShardedTensor)}
+        name: tensor.detach().numpy().copy()
+        for name, tensor in gather_tensors(
+            {name: tensor for name, tensor in tensor_by_name.items() if not isinstance(tensor, ShardedTensor)}
         )
     }
 
@@ -127,63 +127,70 @@ def local_shards(training: ShardedTraining, table: str) -> list[np.ndarray]:
     return [shard.weight_RD.numpy() for shard in table_shards(training.model.state_dict(), table=table)]
 
 
-def compare_steps(rank: int, cases: list[str], spec: ModelSpec) -> None:
+def compare_steps(rank: int, case_names: list[str], spec: ModelSpec) -> None:
     """Assert that training steps with sharded and with replicated layers have the same losses, weights and tables."""
-    for case in cases:
-        settings = SETTINGS_BY_CASE[case]
-        replicated, sharded = (
+    for case_name in case_names:
+        settings = SETTINGS_BY_CASE[case_name]
+        replicated_training, sharded_training = (
             start_training(rank, spec, dense_parallel=mode, **settings) for mode in ("replicated", "sharded")
         )
-        initial_state = dense_state(replicated)
+        initial_state = dense_state(replicated_training)
         expected_losses, losses = (
-            train(training, rank, spec, steps=range(NUM_STEPS), **settings) for training in (replicated, sharded)
+            train(training, rank, spec, steps=range(NUM_STEPS), **settings)
+            for training in (replicated_training, sharded_training)
         )
         tolerance = TOLERANCE_BY_PRECISION[settings.get("precision", "fp32")]
-        np.testing.assert_allclose(losses, expected_losses, rtol=tolerance, err_msg=f"{case}: losses")
-        expected_state, sharded_state = dense_state(replicated), dense_state(sharded)
+        np.testing.assert_allclose(losses, expected_losses, rtol=tolerance, err_msg=f"{case_name}: losses")
+        expected_state, sharded_state = dense_state(replicated_training), dense_state(sharded_training)
         assert sharded_state.keys() == expected_state.keys()
         for name in spec.tables:
-            shard_pairs = zip(local_shards(replicated, name), local_shards(sharded, name), strict=True)
+            shard_pairs = zip(local_shards(replicated_training, name), local_shards(sharded_training, name), strict=True)
             for index, (expected_shard, shard) in enumerate(shard_pairs):
                 expected_state[f"{name} {index}"], sharded_state[f"{name} {index}"] = expected_shard, shard
-        for name, value in expected_state.items():
+        for name, expected_array in expected_state.items():
             # Adam divides a gradient by its magnitude, which enlarges the rounding errors of gradients near zero. The tolerance
             # is therefore relative to the learning rate or to the largest weight of the tensor, whichever is larger.
             smallest_scale = 0.0 if name.startswith("optimizer.") else ADAM.learning_rate
-            scale = np.abs(value).max(initial=smallest_scale)
+            scale = np.abs(expected_array).max(initial=smallest_scale)
             atol = tolerance * scale * (2 if name.endswith("exp_avg_sq") else 1)  # squaring doubles a relative error
-            np.testing.assert_allclose(sharded_state[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
-        assert all((expected_state[name] != value).any() for name, value in initial_state.items()), (
-            f"{case}: a tensor was not trained"
+            np.testing.assert_allclose(sharded_state[name], expected_array, rtol=0, atol=atol, err_msg=f"{case_name}: {name}")
+        assert all((expected_state[name] != initial_array).any() for name, initial_array in initial_state.items()), (
+            f"{case_name}: a tensor was not trained"
         )
         num_local_values = torch.tensor(
-            [local_part(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
+            [
+                local_part(parameter).numel()
+                for parameter in sharded_training.head.parameters()
+                if isinstance(parameter, DTensor)
+            ]
         )
         dist.all_reduce(num_local_values)
-        assert num_local_values.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
+        assert num_local_values.tolist() == [
+            parameter.numel() for parameter in sharded_training.head.parameters() if isinstance(parameter, DTensor)
+        ]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, ["adam"]), (2, list(SETTINGS_BY_CASE)), (4, ["adam, clipped"])])
-def test_steps_with_sharded_layers_equal_steps_with_replicated_layers(world_size, cases):
-    run_ranks(compare_steps, world_size=world_size, arguments=(cases, spec_of()))
+@pytest.mark.parametrize(("world_size", "case_names"), [(1, ["adam"]), (2, list(SETTINGS_BY_CASE)), (4, ["adam, clipped"])])
+def test_steps_with_sharded_layers_equal_steps_with_replicated_layers(world_size, case_names):
+    run_ranks(compare_steps, world_size=world_size, arguments=(case_names, spec_of()))
 
 
 def compare_vectors(rank: int) -> None:
     """Assert that sharded and replicated layers encode the same vectors before and after training steps."""
     spec = spec_of(RecencyHistory(length=4, item_representation="candidate_tower"))
-    vectors_by_mode: list[list[torch.Tensor]] = []
+    vectors_of_each_mode: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
         training = start_training(rank, spec, dense_parallel=mode)
         task, batch = training.model.module, make_batch(spec, ranks=[rank], step=9, num_queries=6, num_negatives=NUM_NEGATIVES)
-        vectors_by_mode.append([])
+        vectors_of_each_mode.append([])
         for steps in (range(0), range(2)):  # an export encodes vectors before any step, a validation after some steps
             train(training, rank, spec, steps=steps)
             with torch.no_grad():
-                vectors_by_mode[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
+                vectors_of_each_mode[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
             task.train()
-    replicated_vectors, sharded_vectors = vectors_by_mode
-    for expected, vectors in zip(replicated_vectors, sharded_vectors, strict=True):
-        torch.testing.assert_close(vectors, expected)
+    replicated_vectors, sharded_vectors = vectors_of_each_mode
+    for expected_vectors, vectors in zip(replicated_vectors, sharded_vectors, strict=True):
+        torch.testing.assert_close(vectors, expected_vectors)
     assert not torch.equal(replicated_vectors[1], replicated_vectors[4])  # item vectors before and after the steps
 
 
@@ -230,8 +237,8 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
         restore(training.model, training.optimizer, checkpoint=folder / saved_mode / checkpoint_name(2))
         restored_state, saved_state = dense_state(training), dict(np.load(folder / f"{saved_mode}.npz"))
         assert restored_state.keys() == saved_state.keys()
-        for name, value in saved_state.items():
-            np.testing.assert_array_equal(restored_state[name], value, err_msg=f"{saved_mode} -> {mode}: {name}")
+        for name, saved_array in saved_state.items():
+            np.testing.assert_array_equal(restored_state[name], saved_array, err_msg=f"{saved_mode} -> {mode}: {name}")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -242,7 +249,7 @@ def test_sharded_and_replicated_checkpoints_are_restored_in_both_modes(saved_fol
 def load_champion_layers(rank: int, folder: Path) -> None:
     """Assert that sharded layers get the weights of a champion's replicated layers."""
     training = start_training(rank, spec_of(), dense_parallel="sharded")
-    broadcast_layers = [{name: torch.rand(value.shape) for name, value in training.head.named_parameters()}]
+    broadcast_layers = [{name: torch.rand(champion_layer.shape) for name, champion_layer in training.head.named_parameters()}]
     dist.broadcast_object_list(broadcast_layers)  # all ranks get the random layers of rank 0
     (champion_parameters,) = broadcast_layers
     if rank == 0:
@@ -251,8 +258,8 @@ def load_champion_layers(rank: int, folder: Path) -> None:
     load_champion_weights(training.model, warm_start=WarmStart(run_id="champion", export_folder=folder, prepared_folder=folder))
     loaded_layers = dict(gather_tensors(training.head.state_dict()))
     assert loaded_layers.keys() == champion_parameters.keys()
-    for name, value in champion_parameters.items():
-        torch.testing.assert_close(loaded_layers[name], value, rtol=0, atol=0)
+    for name, champion_layer in champion_parameters.items():
+        torch.testing.assert_close(loaded_layers[name], champion_layer, rtol=0, atol=0)
 
 
 def test_the_layers_of_the_champion_are_loaded_into_sharded_layers(tmp_path):

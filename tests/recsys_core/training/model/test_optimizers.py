@@ -23,8 +23,10 @@ def assert_weight_decay_changes_only_matrices(rank: int, kind: str, dense_parall
     spec = small_spec(forms={})
     query_tower = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
     spec = spec.model_copy(update={"config": spec.config.model_copy(update={"query": query_tower, "learn_temperature": True})})
-    dense = DenseOptimizer.model_validate({"kind": kind, "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY})
-    config = TrainingConfig(dense_optimizer=dense, dense_parallel=dense_parallel)
+    dense_optimizer = DenseOptimizer.model_validate(
+        {"kind": kind, "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    )
+    config = TrainingConfig(dense_optimizer=dense_optimizer, dense_parallel=dense_parallel)
     model, _ = sharded_model(
         spec,
         sharding_type_by_table=dict.fromkeys(spec.tables, "row_wise"),
@@ -57,9 +59,11 @@ def test_weight_decay_changes_only_matrices(kind: str, dense_parallel: DensePara
 def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
     first_shard = AccumulatorShard(first_row=1, first_column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
     second_shard = AccumulatorShard(first_row=1, first_column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
-    contributions = [shard.table_contribution(is_rowwise=True, dim=16) for shard in (first_shard, second_shard)]
-    assert [position for *position, _ in contributions] == [[1, 0], [1, 0]]
-    assert (contributions[0][2] + contributions[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
+    (*first_position, first_values), (*second_position, second_values) = (
+        shard.table_contribution(is_rowwise=True, dim=16) for shard in (first_shard, second_shard)
+    )
+    assert first_position == second_position == [1, 0]
+    assert (first_values + second_values).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
 
 
 def test_a_shard_with_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:

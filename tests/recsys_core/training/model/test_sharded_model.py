@@ -36,7 +36,7 @@ from tests.recsys_core.training.small_model import (
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 SHARDING_TYPES = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_SHARDING_TYPES)
 NUM_STEPS, NUM_NEGATIVES = 4, 5
-LOSS_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2, "int8": 3e-2}
+LOSS_TOLERANCE_BY_PRECISION = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2, "int8": 3e-2}
 """Relative tolerance of a loss, by the precision in which rows are sent between ranks."""
 
 
@@ -59,8 +59,8 @@ class Case(NamedTuple):
     def spec(self) -> ModelSpec:
         # A column shard has at least 128 columns, and int8 needs widths that are multiples of 32.
         dim = 256 if self.sharding_type in COLUMN_SHARDING_TYPES else 32 if self.quantized_comms.forward == "int8" else 8
-        user = TableConfig() if self.sharding_type in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="pooled")
-        tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
+        user_table = TableConfig() if self.sharding_type in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="pooled")
+        tables = {"item": TableConfig(transfer="residual"), "user": user_table, "user.groups": TableConfig(pooling="sum")}
         forms = {name: FORM_BY_FEATURE[name] for name in self.feature_names}
         return small_spec(dim=dim, tables=tables, forms=forms, optimizer=self.training.table_optimizer)
 
@@ -85,7 +85,7 @@ def num_queries(step: int) -> int:
     return 6 - 2 * (step == NUM_STEPS - 1)
 
 
-def share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | None:
+def catalogue_share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | None:
     """Return the items in the rank's share of the catalogue, or None if negatives are sampled."""
     return catalogue_share(ITEM_COUNT_I, rank=rank, world_size=world_size) if case.loss.negatives == "all" else None
 
@@ -101,7 +101,7 @@ def batch_of(case: Case, *, ranks: list[int], step: int, catalogue_share_C: NDAr
     )
 
 
-class Expected(NamedTuple):
+class ExpectedTraining(NamedTuple):
     """The loss of each step, and the tables and layers after the last step."""
 
     losses: list[float]
@@ -109,7 +109,7 @@ class Expected(NamedTuple):
     layers: dict[str, np.ndarray]
 
 
-def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
+def train_unsharded(case: Case, *, num_ranks: int) -> ExpectedTraining:
     """Train on the batches of all ranks in one process, with dense gradients and without a process group."""
     spec, config = case.spec, case.training
     task, weight_by_table = unsharded_task(spec, loss=case.loss, seed=config.seed)
@@ -125,7 +125,7 @@ def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
         # Ranks that share candidates train like one rank with all queries. Other ranks average their losses.
         shares_candidates = case.loss.cross_rank_negatives or case.loss.negatives == "all"
         rank_groups = [list(range(num_ranks))] if shares_candidates else [[rank] for rank in range(num_ranks)]
-        whole_catalogue = share_of(case, rank=0, world_size=1)
+        whole_catalogue = catalogue_share_of(case, rank=0, world_size=1)
         batches = [batch_of(case, ranks=group, step=step, catalogue_share_C=whole_catalogue) for group in rank_groups]
         mean_loss = torch.stack([task(batch)[0] for batch in batches]).mean()
         mean_loss.backward()
@@ -133,10 +133,10 @@ def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
         sgd.step()
         losses.append(mean_loss.item())
     layers = {name: value.numpy() for name, value in task.head.state_dict().items()}
-    return Expected(losses, {name: weight.detach().numpy() for name, weight in weight_by_table.items()}, layers)
+    return ExpectedTraining(losses, {name: weight.detach().numpy() for name, weight in weight_by_table.items()}, layers)
 
 
-def train_sharded(rank: int, case: Case, expected: Expected) -> None:
+def train_sharded(rank: int, case: Case, expected: ExpectedTraining) -> None:
     """Assert that sharded training steps on this rank give the losses and weights of the unsharded model."""
     world_size, spec, config = dist.get_world_size(), case.spec, case.training
     sharding_type_by_table = {name: case.sharding_type_of(name) for name in spec.tables}
@@ -149,20 +149,23 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         process=process,
         quantized_comms=case.quantized_comms,
     )
-    executed_tables = {name: table for module in model.plan.plan.values() for name, table in module.items()}
-    assert {name.replace("__", "."): table.sharding_type for name, table in executed_tables.items()} == sharding_type_by_table
+    executed_sharding_by_table = {name: sharding for module in model.plan.plan.values() for name, sharding in module.items()}
+    assert {
+        name.replace("__", "."): sharding.sharding_type for name, sharding in executed_sharding_by_table.items()
+    } == sharding_type_by_table
     if case.sharding_type in COLUMN_SHARDING_TYPES:
+        # Each table of the query tower has two column shards.
         assert {len({shard.offset[1] for shard in plan.tables[name].shards}) for name in spec.on_side("query")} == {2}
     optimizer = make_optimizer(model, spec=spec, config=config)
-    rates = LearningRates(optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
+    learning_rates = LearningRates(optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
-    catalogue_share_C = share_of(case, rank=rank, world_size=world_size)
+    catalogue_share_C = catalogue_share_of(case, rank=rank, world_size=world_size)
     batches = iter([batch_of(case, ranks=[rank], step=step, catalogue_share_C=catalogue_share_C) for step in range(NUM_STEPS)])
     for step in range(NUM_STEPS):
-        rates.set_step(step)
+        learning_rates.set_step(step)
         mean_loss = pipeline.progress(batches) / world_size
         dist.all_reduce(mean_loss)
-        tolerance = LOSS_TOLERANCE[case.quantized_comms.forward]
+        tolerance = LOSS_TOLERANCE_BY_PRECISION[case.quantized_comms.forward]
         assert mean_loss.item() == pytest.approx(expected.losses[step], rel=tolerance), f"loss of step {step}"
     pipeline.detach()
     if case.quantized_comms != QuantizedCommsConfig():
@@ -205,7 +208,7 @@ def test_four_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(sh
     assert_equals_unsharded(Case(sharding_type, item_sharding_type=item_sharding_type), world_size=4)
 
 
-def test_a_rank_without_a_row_of_any_pooled_table_of_a_collection_trains_with_the_other_ranks():
+def test_a_rank_that_holds_no_row_of_a_table_collection_trains_with_the_other_ranks():
     # The table of the number has two rows, and no other table is in its collection.
     assert_equals_unsharded(Case("row_wise", feature_names=("user.groups", "user.age")), world_size=3)
 
@@ -238,9 +241,9 @@ def test_ranks_with_shares_of_the_catalogue_train_like_one_rank_with_all_items(m
 def test_the_rows_of_unknown_users_become_zero_and_the_rows_of_known_users_are_kept():
     torch.manual_seed(0)
     tables = EmbeddingTables(small_spec(), device=torch.device("cpu"))
-    before_RD = tables.get_parameter("unpooled_8.embeddings.user.weight").detach().clone()
+    old_weight_RD = tables.get_parameter("unpooled_8.embeddings.user.weight").detach().clone()
     is_known_U = np.arange(NUM_USERS) % 3 > 0
     zero_unknown_users(tables, is_known_U=is_known_U)
-    after_RD = tables.get_parameter("unpooled_8.embeddings.user.weight")
-    assert (after_RD[~is_known_U] == 0).all() and before_RD[~is_known_U].any()
-    assert torch.equal(after_RD[is_known_U], before_RD[is_known_U])
+    weight_RD = tables.get_parameter("unpooled_8.embeddings.user.weight")
+    assert (weight_RD[~is_known_U] == 0).all() and old_weight_RD[~is_known_U].any()
+    assert torch.equal(weight_RD[is_known_U], old_weight_RD[is_known_U])

@@ -43,8 +43,8 @@ def batch_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
         num_negatives=NUM_NEGATIVES,
         num_known_negatives=NUM_KNOWN_NEGATIVES,
     )
-    weights = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], NUM_QUERIES) for part in parts]
-    return replace(batch, loss_weight=torch.from_numpy(np.concatenate(weights).astype(np.float32)))
+    weights_of_parts = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], NUM_QUERIES) for part in parts]
+    return replace(batch, loss_weight=torch.from_numpy(np.concatenate(weights_of_parts).astype(np.float32)))
 
 
 def train_rank(rank: int, lookup: str, folder: Path) -> None:
@@ -52,8 +52,8 @@ def train_rank(rank: int, lookup: str, folder: Path) -> None:
     world_size = dist.get_world_size()
     tables = {"item": TableConfig(transfer="residual"), "user": TableConfig.model_validate({"lookup": lookup})}
     spec = small_spec(tables=tables, forms=FORM_BY_FEATURE, optimizer=TRAINING.table_optimizer)
-    process, row_wise = cpu_process(rank), dict.fromkeys(spec.tables, "row_wise")
-    model, _ = sharded_model(spec, sharding_type_by_table=row_wise, training=TRAINING, loss=LOSS, process=process)
+    process, sharding_type_by_table = cpu_process(rank), dict.fromkeys(spec.tables, "row_wise")
+    model, _ = sharded_model(spec, sharding_type_by_table=sharding_type_by_table, training=TRAINING, loss=LOSS, process=process)
     pipeline = TrainPipelineSparseDist(model, make_optimizer(model, spec=spec, config=TRAINING), process.device)
     parts_per_rank = NUM_PARTS // world_size
     parts = range(rank * parts_per_rank, (rank + 1) * parts_per_rank)
@@ -81,9 +81,9 @@ def train(world_size: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np
     for rank in range(world_size):
         with np.load(folder / f"{world_size}-{rank}.npz") as arrays:
             array_by_name |= dict(arrays)
-    tables = sorted({name.partition("/")[0] for name in array_by_name if "/" in name})
+    table_names = sorted({name.partition("/")[0] for name in array_by_name if "/" in name})
     table_by_name = {}
-    for table in tables:
+    for table in table_names:
         shard_names = sorted(
             (name for name in array_by_name if name.startswith(f"{table}/")), key=lambda name: int(name.split("/")[1])
         )
@@ -93,12 +93,12 @@ def train(world_size: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np
 
 @pytest.mark.parametrize("lookup", ["unpooled", "pooled"])
 def test_event_weights_and_weight_decay_have_the_same_effect_on_any_number_of_ranks(lookup: str, tmp_path: Path) -> None:
-    one_rank = train(1, lookup=lookup, folder=tmp_path)
-    assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(one_rank)
+    arrays_of_one_rank = train(1, lookup=lookup, folder=tmp_path)
+    assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(arrays_of_one_rank)
     for world_size in (2, 4):
-        several_ranks = train(world_size, lookup=lookup, folder=tmp_path)
-        assert set(several_ranks) == set(one_rank)
-        for name, value in one_rank.items():
+        arrays_of_several_ranks = train(world_size, lookup=lookup, folder=tmp_path)
+        assert set(arrays_of_several_ranks) == set(arrays_of_one_rank)
+        for name, expected_array in arrays_of_one_rank.items():
             np.testing.assert_allclose(
-                several_ranks[name], value, rtol=1e-4, atol=1e-6, err_msg=f"{name} on {world_size} ranks"
+                arrays_of_several_ranks[name], expected_array, rtol=1e-4, atol=1e-6, err_msg=f"{name} on {world_size} ranks"
             )

@@ -28,7 +28,7 @@ def daily_log(*, num_users: int = 12, num_days: int = 10) -> list[Event]:
 
 
 def events_before(events: list[Event], day: int) -> list[Event]:
-    return [event for event in events if event[2] < START_US + day * DAY_US]
+    return [(user, item, time_us) for user, item, time_us in events if time_us < START_US + day * DAY_US]
 
 
 def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **settings: Any) -> InteractionsManifest:
@@ -47,7 +47,7 @@ def expected_num_leaks(champion: InteractionsManifest, current: InteractionsMani
     [
         (10, TIME_SPLIT, 0),  # the log of the champion
         (11, TIME_SPLIT, 0),
-        (9, TIME_SPLIT, 12),
+        (9, TIME_SPLIT, 12),  # each of the 12 users has one event per day
         (10, TIME_SPLIT | {"test_days": 3}, 24),
         (10, TIME_SPLIT | {"validation_days": 2}, 12),
         (10, TIME_SPLIT | {"test_days": 2, "validation_days": 0}, 0),
@@ -74,8 +74,8 @@ def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: P
     assert count_leaked_events(shorter_run, champion=champion) == expected_num_leaks(champion, shorter_run) == 12
 
 
-def test_with_another_kind_of_split_held_out_training_events_of_the_champion_are_counted(tmp_path: Path) -> None:
-    events = [event for event in daily_log() if event[0] != "u3" or event[2] < START_US + 5 * DAY_US]
+def test_with_another_kind_of_split_held_out_events_that_the_champion_trained_on_are_counted(tmp_path: Path) -> None:
+    events = [(user, item, time_us) for user, item, time_us in daily_log() if user != "u3" or time_us < START_US + 5 * DAY_US]
     run_split_by_time = ingest_run(tmp_path / "by time", events, split=TIME_SPLIT)
     run_split_by_user = ingest_run(tmp_path / "by user", events, split=LAST_OUT_SPLIT)
     # The last two events of u3 are old, so a split by time trains on them.
@@ -111,7 +111,7 @@ def test_without_timestamps_a_pair_that_the_current_run_also_trains_on_is_no_lea
 
 def test_a_changed_file_of_the_champion_is_an_error(tmp_path: Path) -> None:
     champion = ingest_run(tmp_path / "champion", daily_log(), split=TIME_SPLIT)
-    path = champion.path("train_end.npy")
-    path.write_bytes(path.read_bytes() + b" ")
+    split_path = champion.path("train_end.npy")
+    split_path.write_bytes(split_path.read_bytes() + b" ")
     with pytest.raises(StageError, match=r"train_end\.npy: the file has changed since it was written; set training.warm_start"):
         count_leaked_events(champion, champion=champion)

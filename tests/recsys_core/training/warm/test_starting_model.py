@@ -117,18 +117,20 @@ def test_the_error_about_another_architecture_names_the_setting_and_both_values(
 
 
 def test_a_list_feature_with_another_pooling_is_rejected(run: PreparedRun, champion: Champion) -> None:
-    sum_pooling = {"item.brand": TableConfig(pooling="sum")}
-    check_compatible(run, champion, spec_with(run, tables=sum_pooling))  # a single value is not pooled
-    list_forms = {"forms": run.spec.forms | {"item.brand": "list"}}
-    list_champion = replace(champion, spec=champion.spec.model_copy(update=list_forms))
+    tables_with_sum_pooling = {"item.brand": TableConfig(pooling="sum")}
+    check_compatible(run, champion, spec_with(run, tables=tables_with_sum_pooling))  # a single value is not pooled
+    update_of_forms = {"forms": run.spec.forms | {"item.brand": "list"}}
+    champion_of_list_feature = replace(champion, spec=champion.spec.model_copy(update=update_of_forms))
     with pytest.raises(
         InputError, match=rf"tables.item.brand.pooling is sum in this run, but mean in the champion \(run first\).*{ADVICE}"
     ):
-        check_compatible(run, list_champion, spec_with(run, tables=sum_pooling).model_copy(update=list_forms))
+        check_compatible(
+            run, champion_of_list_feature, spec_with(run, tables=tables_with_sum_pooling).model_copy(update=update_of_forms)
+        )
 
 
 def with_table(spec: ModelSpec, name: str, *, dim: int | None = None, **settings: Any) -> ModelSpec:
-    """Return the spec with other settings, and another width, of one table."""
+    """Return the spec with other settings of one table, and with another width of its rows if `dim` is set."""
     table = spec.tables[name]
     table_settings = TableConfig.model_validate(table.settings.model_dump() | settings)
     table = table.model_copy(update={"settings": table_settings, "dim": dim or table.dim})
@@ -189,9 +191,9 @@ def hashed_feature(definition: str) -> IngestedFeature:
     )
 
 
-def with_hashed_features(run: PreparedRun, **definitions: str) -> FeaturesManifest:
-    """Return the features of `run`, preceded by a hashed item feature for each name in `definitions`."""
-    hashed_features = {f"item.{name}": hashed_feature(definition) for name, definition in definitions.items()}
+def with_hashed_features(run: PreparedRun, **definition_by_name: str) -> FeaturesManifest:
+    """Return hashed item features with these definitions, followed by the features of `run`."""
+    hashed_features = {f"item.{name}": hashed_feature(definition) for name, definition in definition_by_name.items()}
     return run.features.model_copy(update={"features": hashed_features | run.features.features})
 
 
@@ -221,7 +223,7 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
         dataset=Dataset(run.interactions, features=run.features),
         tables={"item.brand": tables["item.brand"]},
     )
-    new_features = with_hashed_features(run, colour="hash 4")  # it comes before the brand, which becomes projection 2
+    new_features = with_hashed_features(run, colour="hash 4")  # colour comes before brand, so brand becomes projection 2
     spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=new_features), tables=tables)
     old_champion = replace(champion, spec=old_spec)
     require_compatible(spec, champion=old_champion, dataset=Dataset(run.interactions, features=new_features))
@@ -302,6 +304,7 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
             champion=champion,
         )
     (message,) = [message for message in caplog.messages if message.startswith("training from scratch: ")]
+    # Each of the 30 users has lost the last event, so the champion was trained on their new validation events.
     assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in message
 
 
@@ -325,10 +328,10 @@ def test_without_warm_start_or_champion_the_training_starts_from_scratch(run: Pr
 
 def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(run: PreparedRun, champion: Champion) -> None:
     model_path = champion.export.path("model.json")
-    content = model_path.read_text()
-    model_path.write_text(content + " ")
+    model_text = model_path.read_text()
+    model_path.write_text(model_text + " ")
     assert open_champion(run) is None
-    model_path.write_text(content)
+    model_path.write_text(model_text)
     assert open_champion(run) is not None
     events_path = run.interactions.path("event_item.npy")
     events_path.rename(events_path.with_suffix(".moved"))

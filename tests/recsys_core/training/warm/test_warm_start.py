@@ -4,6 +4,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +48,9 @@ from tests.recsys_core.training.consecutive_runs import (
     train_job,
 )
 
-VOCABULARY_FILES = {"item": "items.parquet", "history_offset": "items.parquet", "user": "users.parquet"}
+INIT_STD = 0.02
+"""Default of `tables.<name>.init_std`."""
+VOCABULARY_FILE_BY_TABLE = {"item": "items.parquet", "history_offset": "items.parquet", "user": "users.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +80,8 @@ def prepare_start(champion: Champion, run: PreparedRun, folder: Path) -> WarmSta
 
 def row_values(run: PreparedRun, table: str) -> list[str | None]:
     """Return the id or the feature value of each row of `table`."""
-    if table in VOCABULARY_FILES:
-        ids: list[str | None] = pq.read_table(run.interactions.path(VOCABULARY_FILES[table]))["id"].to_pylist()
+    if table in VOCABULARY_FILE_BY_TABLE:
+        ids: list[str | None] = pq.read_table(run.interactions.path(VOCABULARY_FILE_BY_TABLE[table]))["id"].to_pylist()
         return ids
     return pq.read_table(run.features.path(f"{table}.vocabulary.parquet"))["value"].to_pylist()
 
@@ -104,7 +107,7 @@ def check_warm_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
     load_champion_weights(model, warm_start=job.warm_start)
     load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
     for name in job.spec.tables:
-        expected_RD, accumulator_R = (
+        expected_RD, expected_accumulator_R = (
             torch.from_numpy(np.load(expected_folder / f"{prefix}{name}.npy")) for prefix in ("", "state_")
         )
         shards = table_shards(model.state_dict(), table=name)
@@ -114,66 +117,44 @@ def check_warm_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
                 shard.weight_RD, torch.where(expected_RC.isnan(), untrained_RC, expected_RC), rtol=0, atol=0
             )
         (accumulator,) = accumulator_shards(optimizer, spec=job.spec, table=name)
-        expected_R = accumulator_R[accumulator.first_row : accumulator.first_row + len(accumulator.values_RC)]
-        torch.testing.assert_close(accumulator.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
+        expected_shard_R = expected_accumulator_R[accumulator.first_row : accumulator.first_row + len(accumulator.values_RC)]
+        torch.testing.assert_close(accumulator.values_RC[:, 0], expected_shard_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
-    for name, value in load_file(job.warm_start.export_folder / "dense.safetensors").items():
-        torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
+    for name, champion_layer in load_file(job.warm_start.export_folder / "dense.safetensors").items():
+        torch.testing.assert_close(head.state_dict()[name], champion_layer, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_continued", [True, False], ids=["continued vocabulary", "new vocabulary"])
 def test_rows_accumulators_and_layers_are_carried_over_by_id(
     first_run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_continued: bool
 ) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, previous=first_run if is_continued else None)
-    assert (second_run.interactions.lineage == first_run.interactions.lineage) == is_continued
+    next_run = prepare_run(tmp_path / "second", 2, previous=first_run if is_continued else None)
+    assert (next_run.interactions.lineage == first_run.interactions.lineage) == is_continued
     with caplog.at_level(logging.INFO, logger="recsys_core"):
-        warm_start = prepare_start(champion, second_run, tmp_path / "warm")
+        warm_start = prepare_start(champion, next_run, tmp_path / "warm")
     log_text = "\n".join(caplog.messages)
-    for table in second_run.spec.tables:
+    for table in next_run.spec.tables:
         champion_row_by_value = {value: row for row, value in enumerate(row_values(first_run, table))}
-        champion_rows = [champion_row_by_value.get(value) for value in row_values(second_run, table)]
+        champion_rows = [champion_row_by_value.get(value) for value in row_values(next_run, table)]
         has_moved_rows = any(champion_row not in (None, row) for row, champion_row in enumerate(champion_rows))
         assert has_moved_rows != is_continued
         for prefix, expected_prefix in (("table_", ""), ("state_", "state_")):
-            champion_value_R = np.load(champion.export.path(f"{prefix}{table}.npy"))
-            expected_value_R = np.full((len(champion_rows), *champion_value_R.shape[1:]), np.nan, np.float32)
+            champion_array = np.load(champion.export.path(f"{prefix}{table}.npy"))
+            expected_array = np.full((len(champion_rows), *champion_array.shape[1:]), np.nan, np.float32)
             for row, champion_row in enumerate(champion_rows):
                 if champion_row is not None:
-                    expected_value_R[row] = champion_value_R[champion_row]
-            np.save(tmp_path / f"{expected_prefix}{table}.npy", expected_value_R)
-        num_carried, num_rows = sum(champion_row is not None for champion_row in champion_rows), len(champion_rows)
-        assert f"warm start from run first: table {table}: {num_carried} of {num_rows} rows from the champion" in log_text
+                    expected_array[row] = champion_array[champion_row]
+            np.save(tmp_path / f"{expected_prefix}{table}.npy", expected_array)
+        num_carried_rows, num_rows = sum(champion_row is not None for champion_row in champion_rows), len(champion_rows)
+        assert f"warm start from run first: table {table}: {num_carried_rows} of {num_rows} rows from the champion" in log_text
     assert np.load(champion.export.path("state_item.npy")).max() > 0
-    new_items = [item for item in row_values(second_run, "item") if item not in row_values(first_run, "item")]
-    num_with_vector = sum(int(str(item)[1:]) % 3 == 0 for item in new_items)
-    assert 0 < num_with_vector < len(new_items)
-    num_random = len(new_items) - num_with_vector
-    assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
-    job = train_job(second_run).model_copy(update={"warm_start": warm_start})
+    new_items = [item for item in row_values(next_run, "item") if item not in row_values(first_run, "item")]
+    num_new_with_vector = sum(int(str(item)[1:]) % 3 == 0 for item in new_items)  # as in `prepare_run`
+    assert 0 < num_new_with_vector < len(new_items)
+    num_new_random = len(new_items) - num_new_with_vector
+    assert f"{len(new_items)} new ({num_new_with_vector} from their vector, {num_new_random} random)" in log_text
+    job = train_job(next_run).model_copy(update={"warm_start": warm_start})
     run_ranks(check_warm_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
-
-
-def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_VD: NDArray[np.float32]) -> None:
-    """Assert that the `rows` of the item table are the vectors, scaled to the norm of a random row."""
-    assert job.warm_start is not None
-    model, _ = untrained_model(job, rank=rank)
-    load_champion_weights(model, warm_start=job.warm_start)
-    for shard in table_shards(model.state_dict(), table="item"):
-        for row, vector_D in zip(rows, torch.from_numpy(vector_VD), strict=True):
-            if shard.first_row <= row < shard.first_row + len(shard.weight_RD):
-                expected_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
-                torch.testing.assert_close(shard.weight_RD[row - shard.first_row], expected_D)
-
-
-def test_a_new_item_starts_with_its_pretrained_vector(
-    first_run: PreparedRun, second_run: PreparedRun, champion: Champion, tmp_path: Path
-) -> None:
-    vector_row = np.load(second_run.interactions.path("vector_row.npy"))
-    rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
-    vector_VD = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
-    job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
-    run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vector_VD))
 
 
 def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) -> None:
@@ -182,9 +163,27 @@ def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) 
     if job.warm_start is not None:
         load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
-        shard_RD = torch.from_numpy(expected_RD[shard.first_row : shard.first_row + len(shard.weight_RD)])
-        expected_or_any_RD = torch.where(shard_RD.isnan(), shard.weight_RD, shard_RD)
-        torch.testing.assert_close(shard.weight_RD, expected_or_any_RD, atol=1e-6, rtol=1e-4)
+        expected_RC = torch.from_numpy(expected_RD[shard.first_row : shard.first_row + len(shard.weight_RD)])
+        expected_or_any_RC = torch.where(expected_RC.isnan(), shard.weight_RD, expected_RC)
+        torch.testing.assert_close(shard.weight_RD, expected_or_any_RC, atol=1e-6, rtol=1e-4)
+
+
+def with_random_norm(vector_VD: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the vectors, scaled to the norm of a random row."""
+    return vector_VD * (random_norm(INIT_STD, vector_VD.shape[1]) / np.linalg.norm(vector_VD, axis=1, keepdims=True))
+
+
+def test_a_new_item_starts_with_its_pretrained_vector(
+    first_run: PreparedRun, second_run: PreparedRun, champion: Champion, tmp_path: Path
+) -> None:
+    vector_row_I = np.load(second_run.interactions.path("vector_row.npy"))
+    is_new_I = vector_row_I >= 0
+    is_new_I[: first_run.spec.num_items] = False
+    assert is_new_I.any()
+    expected_ID = np.full((len(vector_row_I), DIM), np.nan, np.float32)
+    expected_ID[is_new_I] = with_random_norm(np.load(second_run.embeddings.vectors_path("item"))[vector_row_I[is_new_I]])
+    job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
+    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
 
 def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConfig] | None = None) -> tuple[Dataset, TrainJob]:
@@ -197,14 +196,13 @@ def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConf
     return dataset, job.model_copy(update={"embeddings_folder": None, "log_vectors_folder": log_vectors.folder})
 
 
-def scaled_vectors(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[np.float32]:
-    """Return a row per item: its vector, scaled to the norm of a random row, or NaN if it has no vector."""
+def expected_item_rows(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[np.float32]:
+    """Return the vector of each item with the norm of a random row. The row of an item without a vector is NaN."""
     assert dataset.log_vectors is not None
     vector_row_I = np.load(dataset.log_vectors.vector_row_path)
     expected_ID = np.full((len(vector_row_I), vector_VD.shape[1]), np.nan, np.float32)
     has_vector_I = vector_row_I >= 0
-    rows_VD = vector_VD[vector_row_I[has_vector_I]]
-    expected_ID[has_vector_I] = rows_VD * (random_norm(0.02, rows_VD.shape[1]) / np.linalg.norm(rows_VD, axis=1, keepdims=True))
+    expected_ID[has_vector_I] = with_random_norm(vector_VD[vector_row_I[has_vector_I]])
     return expected_ID
 
 
@@ -212,7 +210,7 @@ def scaled_vectors(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[
 def test_items_start_with_their_vectors_from_the_log(first_run: PreparedRun, tmp_path: Path, transfer: Transfer) -> None:
     dataset, job = with_log_vectors(first_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
-    expected_ID = scaled_vectors(np.load(dataset.log_vectors.vectors_path), dataset)
+    expected_ID = expected_item_rows(np.load(dataset.log_vectors.vectors_path), dataset)
     assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # items without events have no vector from the log
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
@@ -226,56 +224,57 @@ def test_vectors_from_the_log_are_rotated_onto_the_champion(
     warm_start = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
     vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm/vectors_item.npy")
     np.testing.assert_allclose(rotated_VD @ rotated_VD.T, vector_VD @ vector_VD.T, atol=1e-5)
-    expected_ID = scaled_vectors(rotated_VD, dataset)
+    expected_ID = expected_item_rows(rotated_VD, dataset)
     champion_ID = np.load(champion.export.path("table_item.npy"))
-    num_carried = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
-    rotated_similarity, similarity = (
-        np.nansum(item_vector_ID[:num_carried] * champion_ID)
-        for item_vector_ID in (expected_ID, scaled_vectors(vector_VD, dataset))
+    num_champion_items = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
+    rotated_similarity, unrotated_similarity = (
+        np.nansum(item_vector_ID[:num_champion_items] * champion_ID)
+        for item_vector_ID in (expected_ID, expected_item_rows(vector_VD, dataset))
     )
-    assert rotated_similarity > similarity
+    assert rotated_similarity > unrotated_similarity
     if transfer == "full":
-        expected_ID[:num_carried] = champion_ID
+        expected_ID[:num_champion_items] = champion_ID
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm_start}), expected_ID))
 
 
 def test_projected_vectors_are_rotated_onto_the_champion(second_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
     item_table = second_run.embeddings.tables["item"]
-    num_projected = item_table.num_rows - 5  # the other vectors are from an entry without a projection
-    projected_table = item_table.model_copy(update={"projected_rows": ((0, num_projected),)})
+    num_projected_vectors = item_table.num_rows - 5  # the last five vectors are from a file without a projection
+    projected_table = item_table.model_copy(update={"projected_rows": ((0, num_projected_vectors),)})
     embeddings = second_run.embeddings.model_copy(update={"tables": {"item": projected_table}})
     warm_start = prepare_start(champion, replace(second_run, embeddings=embeddings), tmp_path / "warm")
     vector_VD, rotated_VD = np.load(embeddings.vectors_path("item")), np.load(warm_start.vectors_path_by_table()["item"])
-    np.testing.assert_array_equal(rotated_VD[num_projected:], vector_VD[num_projected:])
-    projected_VD, rotated_projected_VD = vector_VD[:num_projected], rotated_VD[:num_projected]
+    np.testing.assert_array_equal(rotated_VD[num_projected_vectors:], vector_VD[num_projected_vectors:])
+    projected_VD, rotated_projected_VD = vector_VD[:num_projected_vectors], rotated_VD[:num_projected_vectors]
     np.testing.assert_allclose(rotated_projected_VD @ rotated_projected_VD.T, projected_VD @ projected_VD.T, atol=1e-4)
     vector_row_I = EventStore.open(second_run.interactions).vector_rows("item")
     assert vector_row_I is not None
     champion_ID = np.load(champion.export.path("table_item.npy"))
-    num_carried = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
-    is_common_I = (vector_row_I[:num_carried] >= 0) & (vector_row_I[:num_carried] < num_projected)
-    common_row = vector_row_I[:num_carried][is_common_I]
-    rotated_similarity, similarity = (
-        np.sum(vectors[common_row] * champion_ID[is_common_I]) for vectors in (rotated_VD, vector_VD)
+    num_champion_items = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
+    is_common_I = (vector_row_I[:num_champion_items] >= 0) & (vector_row_I[:num_champion_items] < num_projected_vectors)
+    common_vector_row = vector_row_I[:num_champion_items][is_common_I]
+    rotated_similarity, unrotated_similarity = (
+        np.sum(vectors[common_vector_row] * champion_ID[is_common_I]) for vectors in (rotated_VD, vector_VD)
     )
-    assert rotated_similarity > similarity
+    assert rotated_similarity > unrotated_similarity
     is_new_I = vector_row_I >= 0
-    is_new_I[:num_carried] = False
+    is_new_I[:num_champion_items] = False
     expected_ID = np.full((len(vector_row_I), DIM), np.nan, np.float32)
-    new_ND = rotated_VD[vector_row_I[is_new_I]]
-    expected_ID[is_new_I] = new_ND * (random_norm(0.02, DIM) / np.linalg.norm(new_ND, axis=1, keepdims=True))
+    expected_ID[is_new_I] = with_random_norm(rotated_VD[vector_row_I[is_new_I]])
     assert is_new_I.any()
     job = train_job(second_run).model_copy(update={"warm_start": warm_start})
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
 
-def train_step(
-    job: TrainJob, *, rank: int, checkpoint: Path | None, loads_accumulators: bool = True
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train one step from `checkpoint`, or from the champion if this is None. Return the shards of the item table.
+class ItemShard(NamedTuple):
+    """Rows of the item table, and their accumulators."""
 
-    A shard is a pair: its rows, and the accumulators of these rows.
-    """
+    rows: torch.Tensor
+    accumulators: torch.Tensor
+
+
+def train_step(job: TrainJob, *, rank: int, checkpoint: Path | None, loads_accumulators: bool = True) -> list[ItemShard]:
+    """Train one step from `checkpoint`, or from the champion if `checkpoint` is None. Return the shards of the item table."""
     model, optimizer = untrained_model(job, rank=rank)
     if checkpoint is not None:
         restore(model, optimizer, checkpoint=checkpoint)
@@ -291,9 +290,9 @@ def train_step(
     )
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=cpu_process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-    pipeline.progress(iter([loader.batch(7, 0)]))
+    pipeline.progress(iter([loader.batch(epoch=7, batch_index=0)]))
     return [
-        (shard.weight_RD.clone(), accumulator.values_RC.clone())
+        ItemShard(shard.weight_RD.clone(), accumulator.values_RC.clone())
         for shard, accumulator in zip(
             table_shards(model.state_dict(), table="item"),
             accumulator_shards(optimizer, spec=job.spec, table="item"),
@@ -302,41 +301,41 @@ def train_step(
     ]
 
 
-def compare_next_steps(rank: int, job: TrainJob, folder: Path) -> None:
-    """Assert that the next step of a warm start equals the next step of a continued training, if accumulators are loaded."""
-    train_and_export(rank, job, folder)
+def compare_next_steps(rank: int, job: TrainJob, export_folder: Path) -> None:
+    """Assert that the first step of a warm start equals the next step of a continued training, but not without accumulators."""
+    train_and_export(rank, job, export_folder)
     (checkpoint,) = (job.work_folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
-    warm_start = WarmStart(run_id="first", export_folder=folder, prepared_folder=folder)
+    warm_start = WarmStart(run_id="first", export_folder=export_folder, prepared_folder=export_folder)
     warm_job = job.model_copy(update={"warm_start": warm_start})
     continued_shards = train_step(job, rank=rank, checkpoint=checkpoint)
     warm_shards = train_step(warm_job, rank=rank, checkpoint=None)
-    for (expected_rows, expected_accumulators), (rows, accumulators) in zip(continued_shards, warm_shards, strict=True):
-        torch.testing.assert_close(rows, expected_rows, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(accumulators, expected_accumulators, rtol=1e-5, atol=1e-9)
+    for expected_shard, warm_shard in zip(continued_shards, warm_shards, strict=True):
+        torch.testing.assert_close(warm_shard.rows, expected_shard.rows, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(warm_shard.accumulators, expected_shard.accumulators, rtol=1e-5, atol=1e-9)
     shards_without_accumulators = train_step(warm_job, rank=rank, checkpoint=None, loads_accumulators=False)
     assert any(
-        (other_rows - expected_rows).abs().max() > 1e-3
-        for (expected_rows, _), (other_rows, _) in zip(continued_shards, shards_without_accumulators, strict=True)
+        (shard.rows - expected_shard.rows).abs().max() > 1e-3
+        for expected_shard, shard in zip(continued_shards, shards_without_accumulators, strict=True)
     )
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "optimizer", "dim"),
+    ("sharding_type", "optimizer_kind", "dim"),
     [("row_wise", "rowwise_adagrad", 8), ("data_parallel", "rowwise_adagrad", 8), ("column_wise", "adagrad", 256)],
 )
 def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
-    tmp_path: Path, sharding_type: str, optimizer: str, dim: int
+    tmp_path: Path, sharding_type: str, optimizer_kind: str, dim: int
 ) -> None:
     run = prepare_run(tmp_path / "run", 1, dim=dim, tables={"user": TableConfig(), "item": TableConfig()})
     training = TrainingConfig.model_validate(
-        {"epochs": 2, "batch_size": 16, "validation": None, "table_optimizer": {"kind": optimizer}}
+        {"epochs": 2, "batch_size": 16, "validation": None, "table_optimizer": {"kind": optimizer_kind}}
     )
-    folder = tmp_path / "export"
-    folder.mkdir()
+    export_folder = tmp_path / "export"
+    export_folder.mkdir()
     for name, table in run.spec.tables.items():
-        np.save(folder / f"rows_{name}.npy", np.arange(table.num_rows))
+        np.save(export_folder / f"rows_{name}.npy", np.arange(table.num_rows))
     job = train_job(run, sharding_type=sharding_type, training=training)
-    run_ranks(compare_next_steps, world_size=NUM_RANKS, arguments=(job, folder))
+    run_ranks(compare_next_steps, world_size=NUM_RANKS, arguments=(job, export_folder))
 
 
 @given(
@@ -377,7 +376,7 @@ def test_frozen_vectors_of_another_encoder_are_rejected(first_run: PreparedRun, 
     champion_export.mkdir()
     for file_name in champion.export.files:
         shutil.copy(champion.export.path(file_name), champion_export / file_name)
-    np.save(champion_export / "table_item.npy", 0.02 * vector_ID)
+    np.save(champion_export / "table_item.npy", INIT_STD * vector_ID)
     export = champion.export.model_copy(update={"folder": champion_export})
     frozen_champion = replace(champion, spec=frozen_run.spec, export=export)
     assert "item" not in prepare_start(frozen_champion, frozen_run, tmp_path / "same").row_path_by_table()

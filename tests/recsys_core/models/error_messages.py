@@ -1,4 +1,4 @@
-"""A variant of pytest.raises that compares the message with an exact text, not with a pattern."""
+"""A variant of pytest.raises that looks for a plain text in the message, not for a pattern."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ import pytest
 
 
 @contextmanager
-def raises_message(text: str) -> Iterator[None]:
-    """Expect a ValueError whose message contains `text`. InputError and ValidationError are ValueErrors."""
+def raises_message(message_part: str) -> Iterator[None]:
+    """Expect a ValueError whose message contains `message_part`. InputError and ValidationError are ValueErrors."""
     with pytest.raises(ValueError) as error_info:
         yield
-    assert text in str(error_info.value)
+    assert message_part in str(error_info.value)

@@ -23,12 +23,14 @@ LAYERS = {"candidate": {"layers": [6, 4], "layer_norm": True, "skip_connection":
 
 
 def model_of(task: RetrievalTask) -> CandidateModel:
-    weight_by_table = {name: weight_of(task, name).detach().numpy() for name in task.head.spec.features("item")}
+    weight_by_table = {
+        table_name: weight_of(task, table_name).detach().numpy() for table_name in task.head.spec.features("item")
+    }
     return CandidateModel.of(task.head.spec, tables=weight_by_table, dense=task.head.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("config", "table_settings"),
+    ("model_settings", "settings_by_table"),
     [
         ({}, {}),
         ({**LAYERS, "similarity": "dot"}, {"item": {"rescale": False}}),
@@ -42,22 +44,22 @@ def model_of(task: RetrievalTask) -> CandidateModel:
     ids=["default", "layers", "history of candidate vectors", "residual", "ensemble"],
 )
 def test_the_model_computes_the_item_vectors_of_the_trained_task(
-    config: dict[str, object], table_settings: dict[str, object]
+    model_settings: dict[str, object], settings_by_table: dict[str, object]
 ) -> None:
-    task = task_of(config, tables=table_settings, vector_dims={"item": 8}, features=FEATURE_KEYS).eval()
+    task = task_of(model_settings, tables=settings_by_table, vector_dims={"item": 8}, features=FEATURE_KEYS).eval()
     spec = task.head.spec
-    random = np.random.default_rng(3)
-    vector_ID = random.normal(size=(NUM_ITEMS, 8)).astype(np.float32)
+    rng = np.random.default_rng(3)
+    vector_ID = rng.normal(size=(NUM_ITEMS, 8)).astype(np.float32)
     for parameter in task.head.item.parameters():
-        nn.init.normal_(parameter)  # the last layer begins with zeros
+        nn.init.normal_(parameter)  # the last layer is zero before the training
     with torch.no_grad():
-        # The items are unseen, so the table `item` has the rows with which a training begins.
-        settings = spec.tables["item"].settings
-        weight_ID = torch.from_numpy(vector_ID)
-        if settings.rescale:
-            weight_ID = scale_to_norm(weight_ID, norm=random_norm(settings.init_std, 8))
-        weight_of(task, "item").copy_(weight_ID.tile(1, spec.config.num_members))
-        if settings.transfer == "residual":
+        # The model encodes unseen items, so the task's table `item` gets the rows with which a training begins.
+        item_settings = spec.tables["item"].settings
+        item_weight_ID = torch.from_numpy(vector_ID)
+        if item_settings.rescale:
+            item_weight_ID = scale_to_norm(item_weight_ID, norm=random_norm(item_settings.init_std, 8))
+        weight_of(task, "item").copy_(item_weight_ID.tile(1, spec.config.num_members))
+        if item_settings.transfer == "residual":
             weight_of(task, "item_offset").zero_()
         batch = batch_of(list(range(NUM_ITEMS)), features=FEATURE_STORE, users=[0], histories=[[]])
         expected_history_VD, expected_candidate_VD = (vector_VD.numpy() for vector_VD in task.encode_items(batch))
@@ -67,7 +69,7 @@ def test_the_model_computes_the_item_vectors_of_the_trained_task(
     np.testing.assert_allclose(candidate_ID, expected_candidate_VD[order_V], atol=1e-6)
 
 
-def test_without_pretrained_vectors_an_unseen_item_has_a_table_row_of_zeros() -> None:
+def test_an_unseen_item_without_a_pretrained_vector_has_a_table_row_of_zeros() -> None:
     task = task_of({}, features=FEATURE_KEYS).eval()
     with torch.no_grad():
         weight_of(task, "item").zero_()
@@ -86,11 +88,11 @@ def test_an_unseen_item_has_the_popularity_of_an_item_without_events() -> None:
     assert popularity_by_item == {2: 0, 4: pytest.approx(np.log1p(1) / np.log1p(9))}
     history_VD, candidate_VD = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())
     assert (history_VD.shape, candidate_VD.shape) == ((2, 4), (2, 5)) and not candidate_VD[:, -1].any()
-    _, no_candidate_VD = model_of(task).encode(None, FEATURE_STORE, np.zeros(0, np.int64))
-    assert no_candidate_VD.shape == (0, 5)
+    _, candidate_of_no_item_VD = model_of(task).encode(None, FEATURE_STORE, np.zeros(0, np.int64))
+    assert candidate_of_no_item_VD.shape == (0, 5)
 
 
-def test_a_saved_model_computes_the_same_vectors_bit_by_bit(tmp_path: Path) -> None:
+def test_a_loaded_model_computes_the_same_vectors_bit_by_bit(tmp_path: Path) -> None:
     model = model_of(task_of(LAYERS, features=FEATURE_KEYS))
     model.save(tmp_path / "candidate.safetensors")
     loaded_model = CandidateModel.load(tmp_path / "candidate.safetensors", model.spec)

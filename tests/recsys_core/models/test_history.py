@@ -1,4 +1,4 @@
-"""Properties of every history encoder in HistoryConfig, and vectors of the encoders compared with a slow loop."""
+"""Properties of every history encoder in `HistoryConfig`, and encoded histories compared with a plain loop."""
 
 import math
 from typing import Any, get_args
@@ -20,140 +20,151 @@ from recsys_core.models.towers import QueryTower
 from recsys_core.serving.quantise import build_tower
 from recsys_core.training.warm.starting_model import Champion, architecture_settings, champion_parameters
 
-CONFIG_BY_KIND = {
+CONFIG_BY_POOLING = {
     config_class.model_fields["pooling"].default: config_class for config_class in get_args(get_args(HistoryConfig)[0])
 }
-KINDS = tuple(CONFIG_BY_KIND)
+POOLINGS = tuple(CONFIG_BY_POOLING)
 WIDTH, MAX_LENGTH = 3, 6
-histories = st.lists(st.lists(st.integers(0, 4), max_size=MAX_LENGTH), max_size=6)
+any_histories = st.lists(st.lists(st.integers(0, 4), max_size=MAX_LENGTH), max_size=6)
 """Histories of up to six queries: indices into five distinct items."""
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_pooling = pytest.mark.parametrize("pooling", POOLINGS)
 
 
-def encoder_of(kind: Any, **fields: Any) -> HistoryEncoder:
-    config: HistorySettings = CONFIG_BY_KIND[kind](length=MAX_LENGTH, **fields)
+def encoder_of(pooling: Any, **settings: Any) -> HistoryEncoder:
+    config: HistorySettings = CONFIG_BY_POOLING[pooling](length=MAX_LENGTH, **settings)
     return make_encoder(config, dim=WIDTH, std=0.5)
 
 
 # These encoders return a weighted sum of the items.
-WEIGHTED_KINDS = [kind for kind in KINDS if type(encoder_of(kind)).forward is HistoryEncoder.forward]
-every_weighted_kind = pytest.mark.parametrize("kind", WEIGHTED_KINDS)
+WEIGHTED_POOLINGS = [pooling for pooling in POOLINGS if type(encoder_of(pooling)).forward is HistoryEncoder.forward]
+every_weighted_pooling = pytest.mark.parametrize("pooling", WEIGHTED_POOLINGS)
 
 
-def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Return the concatenated lists, and the offset of each list."""
-    lengths = torch.tensor([0, *(len(items) for items in lists)])
-    return torch.tensor([item for items in lists for item in items], dtype=torch.int64), lengths.cumsum(0)
+def history_and_offset(histories: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Return the items of all histories in one array, and offsets: history n is items[offset[n] : offset[n + 1]]."""
+    lengths = torch.tensor([0, *(len(items) for items in histories)])
+    return torch.tensor([item for items in histories for item in items], dtype=torch.int64), lengths.cumsum(0)
 
 
-def loop_vectors(kind: str, encoder: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
-    """Return the vectors of the histories in `lists`, computed with plain floats."""
+def loop_vectors(pooling: str, encoder: Any, item_VD: Tensor, histories: list[list[int]]) -> list[list[float]]:
+    """Return the vectors of the histories, computed with plain floats."""
     vectors = []
-    for items in lists:
+    for items in histories:
         if not items:
             vectors.append(encoder.start.tolist())
             continue
-        rows = [item_VD[item].tolist() for item in items]
-        match kind:
+        item_vectors = [item_VD[item].tolist() for item in items]
+        match pooling:
             case "recency":
                 ages = range(len(items) - 1, -1, -1)
                 scores = [encoder.recency[age].item() for age in ages]
             case "attention":
-                query = encoder.attention.tolist()
+                attention_query = encoder.attention.tolist()
                 scores = [
-                    sum(query_value * row_value for query_value, row_value in zip(query, row, strict=True)) / math.sqrt(WIDTH)
-                    for row in rows
+                    sum(query_value * item_value for query_value, item_value in zip(attention_query, item_vector, strict=True))
+                    / math.sqrt(WIDTH)
+                    for item_vector in item_vectors
                 ]
             case _:
                 scores = [0.0] * len(items)
-        top = max(scores)
-        weights = [math.exp(score - top) for score in scores]
-        total = 1.0 if kind == "sum" else sum(weights)
+        max_score = max(scores)
+        weights = [math.exp(score - max_score) for score in scores]
+        divisor = 1.0 if pooling == "sum" else sum(weights)
         vectors.append(
             [
-                sum(weight * row[dimension] for weight, row in zip(weights, rows, strict=True)) / total
+                sum(weight * item_vector[dimension] for weight, item_vector in zip(weights, item_vectors, strict=True))
+                / divisor
                 for dimension in range(WIDTH)
             ]
         )
     return vectors
 
 
-@given(kind=st.sampled_from(WEIGHTED_KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
-def test_a_weighted_sum_equals_a_loop_over_the_items(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
+@given(
+    pooling=st.sampled_from(WEIGHTED_POOLINGS),
+    histories=any_histories,
+    seed=st.integers(0, 99),
+    item_scale=st.sampled_from([0.1, 1.0, 300.0]),
+)
+def test_a_weighted_sum_equals_a_loop_over_the_items(
+    pooling: str, histories: list[list[int]], seed: int, item_scale: float
+) -> None:
     torch.manual_seed(seed)
-    encoder = encoder_of(kind)
+    encoder = encoder_of(pooling)
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
-    item_VD = torch.randn(5, WIDTH) * scale
-    vector_BD = encoder(item_VD, *ragged(lists))
-    expected_BD = torch.tensor(loop_vectors(kind, encoder, item_VD, lists)).reshape(len(lists), WIDTH)
-    torch.testing.assert_close(vector_BD, expected_BD, rtol=1e-3, atol=1e-4 * scale)
+    item_VD = torch.randn(5, WIDTH) * item_scale
+    vector_BD = encoder(item_VD, *history_and_offset(histories))
+    expected_BD = torch.tensor(loop_vectors(pooling, encoder, item_VD, histories)).reshape(len(histories), WIDTH)
+    torch.testing.assert_close(vector_BD, expected_BD, rtol=1e-3, atol=1e-4 * item_scale)
 
 
 def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score() -> None:
     encoder = encoder_of("attention")
     torch.nn.init.ones_(encoder.attention)
     item_VD = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
-    first_numbers = encoder(item_VD, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
-    weight_ratio = math.exp(math.sqrt(WIDTH))  # of the items 1 and 2, whose scores differ by sqrt(WIDTH)
+    first_numbers = encoder(item_VD, *history_and_offset([[0], [1], [2, 1]]))[:, 0].tolist()
+    weight_ratio = math.exp(math.sqrt(WIDTH))  # of item 1 to item 2, whose scores differ by sqrt(WIDTH)
     assert first_numbers == pytest.approx([900.0, -900.0, -(901.0 + weight_ratio * 900.0) / (1 + weight_ratio)])
 
 
 def test_the_attention_weights_of_a_long_history_add_up_to_one_with_bf16() -> None:
-    config: HistorySettings = CONFIG_BY_KIND["attention"](length=2_000)
+    config: HistorySettings = CONFIG_BY_POOLING["attention"](length=2_000)
     encoder = make_encoder(config, dim=WIDTH, std=0.5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        vector_BD = encoder(torch.full((5, WIDTH), 3.0), *ragged([[0, 1, 2, 3] * 500]))
+        vector_BD = encoder(torch.full((5, WIDTH), 3.0), *history_and_offset([[0, 1, 2, 3] * 500]))
     assert vector_BD[0].tolist() == pytest.approx([3.0] * WIDTH, rel=1e-3)
 
 
-@every_kind
-def test_an_empty_history_has_the_start_vector_even_if_the_batch_has_no_item(kind: str) -> None:
-    encoder = encoder_of(kind)
-    start = encoder.start.tolist()
-    assert any(start)
-    assert encoder(torch.randn(5, WIDTH), *ragged([[], [1], []]))[[0, 2]].tolist() == [start] * 2
-    assert encoder(torch.zeros(0, WIDTH), *ragged([[], []])).tolist() == [start] * 2
-    assert encoder(torch.zeros(0, WIDTH), *ragged([])).shape == (0, WIDTH)
+@every_pooling
+def test_an_empty_history_has_the_start_vector_even_if_the_batch_has_no_item(pooling: str) -> None:
+    encoder = encoder_of(pooling)
+    start_vector = encoder.start.tolist()
+    assert any(start_vector)
+    assert encoder(torch.randn(5, WIDTH), *history_and_offset([[], [1], []]))[[0, 2]].tolist() == [start_vector] * 2
+    assert encoder(torch.zeros(0, WIDTH), *history_and_offset([[], []])).tolist() == [start_vector] * 2
+    assert encoder(torch.zeros(0, WIDTH), *history_and_offset([])).shape == (0, WIDTH)
 
 
-@every_kind
-def test_a_batch_of_empty_histories_uses_the_same_parameters_as_other_batches(kind: str) -> None:
-    for lists in ([[], []], [[], [1]]):
-        encoder = encoder_of(kind)
-        encoder(torch.randn(5, WIDTH), *ragged(lists)).sum().backward()
+@every_pooling
+def test_every_parameter_has_a_gradient_even_if_all_histories_are_empty(pooling: str) -> None:
+    for histories in ([[], []], [[], [1]]):
+        encoder = encoder_of(pooling)
+        encoder(torch.randn(5, WIDTH), *history_and_offset(histories)).sum().backward()
         assert [name for name, parameter in encoder.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize("kind", ["recency", "attention"])
-def test_an_untrained_encoder_with_learned_weights_returns_the_mean(kind: str) -> None:
+@pytest.mark.parametrize("pooling", ["recency", "attention"])
+def test_an_untrained_encoder_with_learned_weights_returns_the_mean(pooling: str) -> None:
     item_VD = torch.randn(5, WIDTH)
-    history = ragged([[0, 1, 1, 4], [], [3]])
-    encoder, mean_encoder = encoder_of(kind), encoder_of("mean")
+    history_arguments = history_and_offset([[0, 1, 1, 4], [], [3]])
+    encoder, mean_encoder = encoder_of(pooling), encoder_of("mean")
     mean_encoder.start = encoder.start
-    torch.testing.assert_close(encoder(item_VD, *history), mean_encoder(item_VD, *history))
+    torch.testing.assert_close(encoder(item_VD, *history_arguments), mean_encoder(item_VD, *history_arguments))
 
 
-@every_kind
-def test_the_gradient_reaches_every_item_and_every_weight(kind: str) -> None:
+@every_pooling
+def test_the_gradient_reaches_every_item_and_every_weight(pooling: str) -> None:
     torch.manual_seed(3)
-    encoder = encoder_of(kind).double().eval()  # without dropout
+    encoder = encoder_of(pooling).double().eval()  # without dropout
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    history = ragged([[0, 1, 1, 4], [], [3, 0]])
-    names = [name for name, _ in encoder.named_parameters()]
+    history_arguments = history_and_offset([[0, 1, 1, 4], [], [3, 0]])
+    parameter_names = [name for name, _ in encoder.named_parameters()]
 
     def encode(item_VD: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(encoder, dict(zip(names, weights, strict=True)), (item_VD, *history))
+        return torch.func.functional_call(
+            encoder, dict(zip(parameter_names, weights, strict=True)), (item_VD, *history_arguments)
+        )
 
     assert torch.autograd.gradcheck(encode, (item_VD, *encoder.parameters()))
 
 
-@every_kind
-def test_an_item_that_is_in_no_history_has_no_gradient(kind: str) -> None:
+@every_pooling
+def test_an_item_that_is_in_no_history_has_no_gradient(pooling: str) -> None:
     item_VD = torch.randn(5, WIDTH, requires_grad=True)
-    encoder_of(kind)(item_VD, *ragged([[0, 1], [1]])).square().sum().backward()
+    encoder_of(pooling)(item_VD, *history_and_offset([[0, 1], [1]])).square().sum().backward()
     assert item_VD.grad is not None
     assert (item_VD.grad.any(dim=1)).tolist() == [True, True, False, False, False]
 
@@ -164,70 +175,70 @@ def test_recency_weights_depend_on_the_position_from_the_end() -> None:
         encoder.recency[:2] = torch.tensor([3.0, 1.0]).log()
     item_VD = torch.tensor([[8.0] * WIDTH, [0.0] * WIDTH])
     # The last item has weight 3, and the item before it has weight 1.
-    assert encoder(item_VD, *ragged([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
+    assert encoder(item_VD, *history_and_offset([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
 
 
-@every_kind
-def test_a_history_whose_items_are_all_dropped_has_the_start_vector(kind: str) -> None:
-    encoder = encoder_of(kind, item_dropout=0.5)
+@every_pooling
+def test_a_history_whose_items_are_all_dropped_has_the_start_vector(pooling: str) -> None:
+    encoder = encoder_of(pooling, item_dropout=0.5)
     encoder.item_dropout = 1.0  # the config allows only smaller values
-    item_VD, history = torch.randn(5, WIDTH), ragged([[0, 3], [4]])
-    assert encoder(item_VD, *history).tolist() == [encoder.start.tolist()] * 2
+    item_VD, history_arguments = torch.randn(5, WIDTH), history_and_offset([[0, 3], [4]])
+    assert encoder(item_VD, *history_arguments).tolist() == [encoder.start.tolist()] * 2
     encoder.eval()
-    assert not torch.equal(encoder(item_VD, *history)[0], encoder.start)
+    assert not torch.equal(encoder(item_VD, *history_arguments)[0], encoder.start)
 
 
-@every_weighted_kind
-def test_items_are_dropped_only_while_training(kind: str) -> None:
+@every_weighted_pooling
+def test_items_are_dropped_only_while_training(pooling: str) -> None:
     torch.manual_seed(0)
-    encoder = encoder_of(kind, item_dropout=0.5)
-    item_VD, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
+    encoder = encoder_of(pooling, item_dropout=0.5)
+    item_VD, history_arguments = torch.eye(WIDTH), history_and_offset([[0, 1, 2]] * 400)
     torch.nn.init.constant_(encoder.start, -1.0)
-    vector_BD = encoder(item_VD, *history)
-    is_used_BI = vector_BD > 0  # the item vectors are unit vectors, so each number belongs to one item
+    vector_BD = encoder(item_VD, *history_arguments)
+    is_used_BI = vector_BD > 0  # number i of a vector belongs to item i, because the item vectors are unit vectors
     assert is_used_BI.float().mean().item() == pytest.approx(0.5, abs=0.06)
     assert len({tuple(is_used_I) for is_used_I in is_used_BI.tolist()}) == 2**3  # items are dropped independently
     has_items_B = is_used_BI.any(dim=1)
     assert vector_BD[~has_items_B].unique().tolist() == [-1.0]  # the start vector
-    if kind != "sum":  # weights are normalised over the remaining items
+    if pooling != "sum":  # weights are normalised over the remaining items
         torch.testing.assert_close(vector_BD[has_items_B].sum(dim=1), torch.ones(int(has_items_B.sum())))
-    vectors_without_dropout = encoder_of(kind)(item_VD, *history)
-    assert torch.equal(encoder.eval()(item_VD, *history), vectors_without_dropout)
+    vectors_without_dropout = encoder_of(pooling)(item_VD, *history_arguments)
+    assert torch.equal(encoder.eval()(item_VD, *history_arguments), vectors_without_dropout)
 
 
-@every_kind
-def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_the_order(kind: str) -> None:
-    encoder = encoder_of(kind)
+@every_pooling
+def test_the_order_of_the_items_matters_only_to_an_encoder_with_needs_order(pooling: str) -> None:
+    encoder = encoder_of(pooling)
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH)
-    vector_BD, vector_of_reversed_BD = (encoder(item_VD, *ragged([items])) for items in ([0, 3, 4], [4, 3, 0]))
-    assert torch.allclose(vector_BD, vector_of_reversed_BD) != CONFIG_BY_KIND[kind].needs_order
+    vector_BD, vector_of_reversed_BD = (encoder(item_VD, *history_and_offset([items])) for items in ([0, 3, 4], [4, 3, 0]))
+    assert torch.allclose(vector_BD, vector_of_reversed_BD) != CONFIG_BY_POOLING[pooling].needs_order
 
 
-@every_kind
-def test_the_expected_norm_is_at_most_the_norm_of_an_item(kind: str) -> None:
-    assert 0 < encoder_of(kind).expected_norm(8.0) <= 8.0
+@every_pooling
+def test_the_expected_norm_is_at_most_the_norm_of_an_item(pooling: str) -> None:
+    assert 0 < encoder_of(pooling).expected_norm(8.0) <= 8.0
 
 
-@every_kind
-def test_a_model_can_start_from_a_champion_with_the_same_encoder(kind: str) -> None:
-    spec = spec_of(kind)
-    tower = QueryTower(spec)
-    state = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
-    same_spec = ModelSpec.model_validate_json(spec.model_dump_json())
-    assert architecture_settings(same_spec) == architecture_settings(spec)
-    assert architecture_settings(spec)["model.history.pooling"] == kind
-    champion = Champion("run", same_spec, *[None] * 4)  # type: ignore[arg-type]  # no stage is read
-    carried = champion_parameters(spec, champion=champion, champion_tensors=state)
-    assert carried.keys() == state.keys()
-    assert all(carried[name] is tensor for name, tensor in state.items())
+@every_pooling
+def test_a_model_can_start_from_a_champion_with_the_same_encoder(pooling: str) -> None:
+    spec = spec_of(pooling)
+    query_tower = QueryTower(spec)
+    champion_tensors = {f"query.{name}": tensor for name, tensor in query_tower.state_dict().items()}
+    champion_spec = ModelSpec.model_validate_json(spec.model_dump_json())
+    assert architecture_settings(champion_spec) == architecture_settings(spec)
+    assert architecture_settings(spec)["model.history.pooling"] == pooling
+    champion = Champion("run", champion_spec, *[None] * 4)  # type: ignore[arg-type]  # no stage is read
+    start_parameters = champion_parameters(spec, champion=champion, champion_tensors=champion_tensors)
+    assert start_parameters.keys() == champion_tensors.keys()
+    assert all(start_parameters[name] is tensor for name, tensor in champion_tensors.items())
 
 
-@every_kind
-def test_a_tower_with_8_bit_rows_computes_nearly_the_same_queries(kind: str) -> None:
+@every_pooling
+def test_a_tower_with_8_bit_rows_computes_nearly_the_same_queries(pooling: str) -> None:
     torch.manual_seed(0)
-    spec = spec_of(kind)
+    spec = spec_of(pooling)
     tower = torch.nn.ModuleDict({"query": QueryTower(spec)})
     history = JaggedArray.from_lengths(np.array([3, 0, 6]), np.array([0, 3, 4, 8, 7, 6, 5, 4, 3]))
     history_vector_ID = torch.randn(spec.num_items, spec.config.history_dim).numpy()
@@ -240,18 +251,19 @@ def test_a_tower_with_8_bit_rows_computes_nearly_the_same_queries(kind: str) -> 
     torch.testing.assert_close(query_of_int8_BD, query_of_fp32_BD, atol=0.02, rtol=0)
 
 
-def spec_of(kind: str) -> ModelSpec:
-    config = TwoTowerConfig.model_validate({"embedding_dim": 16, "history": {"length": MAX_LENGTH, "pooling": kind}})
+def spec_of(pooling: str) -> ModelSpec:
+    config = TwoTowerConfig.model_validate({"embedding_dim": 16, "history": {"length": MAX_LENGTH, "pooling": pooling}})
     return ModelSpec.sized(config, num_users=1, num_items=9)
 
 
-def test_a_history_without_pooling_is_the_mean() -> None:
-    assert TwoTowerConfig.model_validate({"history": {"length": 5}}).history == CONFIG_BY_KIND["mean"](length=5)
+def test_the_default_pooling_is_the_mean() -> None:
+    assert TwoTowerConfig.model_validate({"history": {"length": 5}}).history == CONFIG_BY_POOLING["mean"](length=5)
 
 
-@given(lists=histories)
-def test_last_items_returns_the_last_item_or_the_start_vector(lists: list[list[int]]) -> None:
-    item_VD, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
-    expected = [item_VD[items[-1]].tolist() if items else start.tolist() for items in lists]
-    assert last_items(item_VD, *ragged(lists), start=start).tolist() == expected
-    assert last_items(item_VD[:0], *ragged([[] for _ in lists]), start=start).tolist() == [start.tolist()] * len(lists)
+@given(histories=any_histories)
+def test_last_items_returns_the_last_item_or_the_start_vector(histories: list[list[int]]) -> None:
+    item_VD, start_vector = torch.randn(5, WIDTH), torch.randn(WIDTH)
+    expected_vectors = [item_VD[items[-1]].tolist() if items else start_vector.tolist() for items in histories]
+    assert last_items(item_VD, *history_and_offset(histories), start=start_vector).tolist() == expected_vectors
+    last_of_empty_BD = last_items(item_VD[:0], *history_and_offset([[] for _ in histories]), start=start_vector)
+    assert last_of_empty_BD.tolist() == [start_vector.tolist()] * len(histories)

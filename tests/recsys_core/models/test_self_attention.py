@@ -1,4 +1,4 @@
-"""SelfAttention compared with nn.TransformerEncoderLayer, its dropout, and the groups in which histories are padded."""
+"""`SelfAttention` compared with nn.TransformerEncoderLayer, dropout, and groups of histories that are padded together."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ WIDTH, MAX_LENGTH = 8, 12
 
 
 def random_attention(**settings: int) -> SelfAttention:
-    """Return an encoder in which all weights are random, including weights that are normally zero at first."""
+    """Return self-attention with random weights, including the weights that are zero before the training."""
     torch.manual_seed(1)
     attention = SelfAttention(SelfAttentionHistory(length=MAX_LENGTH, **settings), dim=WIDTH, std=0.5).eval()
     for parameter in attention.parameters():
@@ -32,11 +32,11 @@ def torch_layer(block: Block) -> nn.TransformerEncoderLayer:
         {
             "self_attn.in_proj_weight": torch.cat([block.query.weight, block.key_value.weight]),
             "self_attn.in_proj_bias": torch.cat([block.query.bias, block.key_value.bias]),
-            **{f"self_attn.out_proj.{name}": value for name, value in block.attended.state_dict().items()},
-            **{f"linear1.{name}": value for name, value in first_layer.state_dict().items()},
-            **{f"linear2.{name}": value for name, value in second_layer.state_dict().items()},
-            **{f"norm1.{name}": value for name, value in block.attention_norm.state_dict().items()},
-            **{f"norm2.{name}": value for name, value in block.feed_forward_norm.state_dict().items()},
+            **{f"self_attn.out_proj.{name}": weight for name, weight in block.attended.state_dict().items()},
+            **{f"linear1.{name}": weight for name, weight in first_layer.state_dict().items()},
+            **{f"linear2.{name}": weight for name, weight in second_layer.state_dict().items()},
+            **{f"norm1.{name}": weight for name, weight in block.attention_norm.state_dict().items()},
+            **{f"norm2.{name}": weight for name, weight in block.feed_forward_norm.state_dict().items()},
         }
     )
     return layer
@@ -45,12 +45,12 @@ def torch_layer(block: Block) -> nn.TransformerEncoderLayer:
 def torch_vector(attention: SelfAttention, item_HD: Tensor) -> Tensor:
     """Return the vector of one history, computed with torch's layers."""
     num_items = len(item_HD)
-    state_1HD = attention.input_norm(item_HD + attention.position.weight[:num_items].flip(0))[None]
-    mask_HH = nn.Transformer.generate_square_subsequent_mask(num_items)
+    hidden_1HD = attention.input_norm(item_HD + attention.position.weight[:num_items].flip(0))[None]
+    causal_mask_HH = nn.Transformer.generate_square_subsequent_mask(num_items)
     for block in attention.blocks:
         assert isinstance(block, Block)
-        state_1HD = torch_layer(block)(state_1HD, src_mask=mask_HH, is_causal=True)
-    vector_D: Tensor = attention.output_norm(state_1HD[0, -1])
+        hidden_1HD = torch_layer(block)(hidden_1HD, src_mask=causal_mask_HH, is_causal=True)
+    vector_D: Tensor = attention.output_norm(hidden_1HD[0, -1])
     return vector_D
 
 
@@ -74,6 +74,7 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     padded_BHD = torch.full((3, 6, WIDTH), 9.0)
     is_item_BH = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]], dtype=torch.bool)
     padded_BHD[is_item_BH] = item_HD.repeat(3, 1)
+    # Positions count from the end: the last item has position 0.
     position_BH = is_item_BH.sum(dim=1, keepdim=True) - is_item_BH.long().cumsum(dim=1)
     vector_BD = attention(padded_BHD, is_item_BH, position_BH)
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
@@ -81,22 +82,23 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
 
 def test_with_recency_residual_an_untrained_attention_equals_recency_pooling() -> None:
     torch.manual_seed(2)
-    without_residual, with_residual = (
+    encoder_without_residual, encoder_with_residual = (
         make_encoder(SelfAttentionHistory(length=MAX_LENGTH, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()
         for has_residual in (False, True)
     )
     recency_encoder = make_encoder(RecencyHistory(length=MAX_LENGTH), dim=WIDTH, std=0.5)
-    recency = nn.Parameter(torch.randn(MAX_LENGTH))
-    recency_encoder.recency, with_residual.recency = recency, recency
-    recency_encoder.start = with_residual.start
-    history_arguments = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
-    torch.testing.assert_close(with_residual(*history_arguments), recency_encoder(*history_arguments))
-    with_residual.attention = without_residual.attention
-    has_items = torch.tensor([True, False, True, True])
-    expected_BD = without_residual(*history_arguments) + recency_encoder(*history_arguments)
-    torch.testing.assert_close(with_residual(*history_arguments)[has_items], expected_BD[has_items])
-    assert with_residual(*history_arguments)[1].tolist() == with_residual.start.tolist()
-    assert with_residual.expected_norm(8.0) == recency_encoder.expected_norm(8.0)
+    recency_weights = nn.Parameter(torch.randn(MAX_LENGTH))
+    recency_encoder.recency, encoder_with_residual.recency = recency_weights, recency_weights
+    recency_encoder.start = encoder_with_residual.start
+    # Item vectors, and the items and offsets of four histories. History 1 is empty.
+    encoder_inputs = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
+    torch.testing.assert_close(encoder_with_residual(*encoder_inputs), recency_encoder(*encoder_inputs))
+    encoder_with_residual.attention = encoder_without_residual.attention
+    has_items_B = torch.tensor([True, False, True, True])
+    expected_BD = encoder_without_residual(*encoder_inputs) + recency_encoder(*encoder_inputs)
+    torch.testing.assert_close(encoder_with_residual(*encoder_inputs)[has_items_B], expected_BD[has_items_B])
+    assert encoder_with_residual(*encoder_inputs)[1].tolist() == encoder_with_residual.start.tolist()
+    assert encoder_with_residual.expected_norm(8.0) == recency_encoder.expected_norm(8.0)
 
 
 def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() -> None:
@@ -109,17 +111,18 @@ def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=40))
 def test_each_history_is_in_one_group_which_pads_it_to_less_than_twice_its_length(lengths: list[int]) -> None:
     groups = groups_of_similar_length(torch.tensor(lengths), max_length=200)
-    assert sorted(index for index_B, _ in groups for index in index_B.tolist()) == list(range(len(lengths)))
-    for index_B, longest in groups:
-        group_lengths = [lengths[index] for index in index_B.tolist()]
-        assert max(group_lengths) == longest
-        assert longest < 2 * min(group_lengths) or longest == min(group_lengths)
+    grouped_indices = [history_index for history_index_B, _ in groups for history_index in history_index_B.tolist()]
+    assert sorted(grouped_indices) == list(range(len(lengths)))
+    for history_index_B, padded_length in groups:
+        group_lengths = [lengths[history_index] for history_index in history_index_B.tolist()]
+        assert max(group_lengths) == padded_length
+        assert padded_length < 2 * min(group_lengths) or padded_length == min(group_lengths)
 
 
 def test_dropout_keeps_the_mean_and_is_off_in_evaluation() -> None:
     torch.manual_seed(0)
     dropout, values = Dropout(0.3), torch.full((200, 50), 2.0)
     values_in_training = dropout(values)
-    assert values_in_training.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
+    assert values_in_training.unique().tolist() == pytest.approx([0.0, 2 / (1 - 0.3)])
     assert (values_in_training == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
     assert torch.equal(dropout.eval()(values), values)

@@ -26,22 +26,22 @@ def make_spec(
     vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
     has_distillation: bool = False,
-    **config: Any,
+    **model_settings: Any,
 ) -> ModelSpec:
     return ModelSpec.sized(
-        TwoTowerConfig.model_validate({"embedding_dim": DIM, **config}),
+        TwoTowerConfig.model_validate({"embedding_dim": DIM, **model_settings}),
         num_users=7,
         num_items=5,
         ingested_by_feature=ingested_features(*features) if features else None,
         vector_dim_by_table=vector_dims,
-        tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
+        tables={table_name: TableConfig.model_validate(settings) for table_name, settings in (tables or {}).items()},
         has_distillation=has_distillation,
     )
 
 
 def layout(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
-    """Return the number of rows, the width and the collection of each table."""
-    return {name: (table.num_rows, table.dim, table.collection) for name, table in spec.tables.items()}
+    """Return (number of rows, width, collection) by table name."""
+    return {table_name: (table.num_rows, table.dim, table.collection) for table_name, table in spec.tables.items()}
 
 
 def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
@@ -104,26 +104,28 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
         vector_dims={"item": 12},
     )
     assert layout(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
-    offset = spec.tables["item_offset"]
-    assert (offset.settings.missing_vector_init, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
-    assert not offset.is_frozen and not offset.pretrained and offset.feature == "item"
+    offset_table = spec.tables["item_offset"]
+    offset_settings = offset_table.settings
+    assert (offset_settings.missing_vector_init, offset_settings.optimizer, offset_settings.dim) == ("zero", optimizer, DIM)
+    assert not offset_table.is_frozen and not offset_table.pretrained and offset_table.feature == "item"
 
 
-def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> None:
+def test_the_teacher_table_is_frozen_and_unscaled_and_has_zeros_for_an_item_without_a_vector() -> None:
     spec = make_spec(tables={"item": {"dim": 12}}, vector_dims={"item": 12}, has_distillation=True)
     assert layout(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
-    teacher = spec.tables["item_teacher"]
-    assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
+    teacher_table = spec.tables["item_teacher"]
+    assert teacher_table.pretrained and not teacher_table.settings.rescale
+    assert teacher_table.settings.missing_vector_init == "zero"
 
 
-def test_output_names_contain_the_table_if_two_tables_share_a_feature() -> None:
-    vector_dims, tables = {"item": DIM}, ("item", "item_teacher")
-    separate_collections = make_spec(vector_dims=vector_dims, has_distillation=True)
-    assert [separate_collections.output_name(table) for table in tables] == ["item", "item"]
-    same_collection = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
-    assert [same_collection.output_name(table) for table in tables] == ["item@item", "item@item_teacher"]
+def test_output_names_contain_the_table_if_two_tables_of_a_collection_share_a_feature() -> None:
+    vector_dims, item_tables = {"item": DIM}, ("item", "item_teacher")
+    spec_of_separate_collections = make_spec(vector_dims=vector_dims, has_distillation=True)
+    assert [spec_of_separate_collections.output_name(table_name) for table_name in item_tables] == ["item", "item"]
+    spec_of_one_collection = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
+    assert [spec_of_one_collection.output_name(table_name) for table_name in item_tables] == ["item@item", "item@item_teacher"]
     spec_with_offsets = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
-    output_names = [spec_with_offsets.output_name(table) for table in (*tables, "item_offset")]
+    output_names = [spec_with_offsets.output_name(table_name) for table_name in (*item_tables, "item_offset")]
     assert output_names == ["item@item", "item@item_teacher", "item"]
     assert make_spec(features=("item.single",)).output_name("item.single") == "item.single"
 
@@ -134,25 +136,26 @@ def test_the_default_width_of_a_table_is_embedding_dim() -> None:
     assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": 16, "item.single": 4}
 
 
-@pytest.mark.parametrize("table", ["item", "user", "item.single"])
+@pytest.mark.parametrize("table_name", ["item", "user", "item.single"])
 @pytest.mark.parametrize("transfer", ["frozen", "gradual", "residual"])
-def test_every_transfer_except_full_needs_vectors(table: str, transfer: str) -> None:
-    settings = GRADUAL if transfer == "gradual" else {"transfer": transfer}
+def test_every_transfer_except_full_needs_vectors(table_name: str, transfer: str) -> None:
+    table_settings = GRADUAL if transfer == "gradual" else {"transfer": transfer}
     with raises_message(
-        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has vectors of no table)"
+        f"tables.{table_name}.transfer is {transfer}, but embeddings has no vectors of table {table_name!r} "
+        "(it has vectors of no table)"
     ):
-        make_spec(learn_user_embedding=True, features=("item.single",), tables={table: settings})
+        make_spec(learn_user_embedding=True, features=("item.single",), tables={table_name: table_settings})
 
 
-def test_the_mean_of_the_vectors_as_initial_value_needs_vectors() -> None:
-    mean = {"missing_vector_init": "mean"}
-    spec = make_spec(learn_user_embedding=True, tables={"user": mean}, vector_dims={"user": DIM})
+def test_rows_cannot_start_at_the_mean_of_the_vectors_if_the_table_has_no_vectors() -> None:
+    mean_settings = {"missing_vector_init": "mean"}
+    spec = make_spec(learn_user_embedding=True, tables={"user": mean_settings}, vector_dims={"user": DIM})
     assert spec.tables["user"].settings.missing_vector_init == "mean"
     with raises_message(
         "tables.user.missing_vector_init is mean, the mean of the pretrained vectors, but embeddings has no vectors of table "
         "'user' (it has vectors of ['item']); add them, or set missing_vector_init to random"
     ):
-        make_spec(learn_user_embedding=True, tables={"user": mean}, vector_dims={"item": DIM})
+        make_spec(learn_user_embedding=True, tables={"user": mean_settings}, vector_dims={"item": DIM})
 
 
 def test_only_id_tables_can_be_gradual() -> None:
@@ -161,27 +164,29 @@ def test_only_id_tables_can_be_gradual() -> None:
         make_spec(features=("user.list",), tables={"user.list": GRADUAL}, vector_dims={"user.list": DIM})
 
 
-@pytest.mark.parametrize("table", ["user", "item.single"])
-def test_only_the_item_table_can_be_residual(table: str) -> None:
-    with raises_message(f"tables.{table}: transfer residual is only for the tables ['item']; leave it out"):
-        make_spec(learn_user_embedding=True, features=("item.single",), tables={table: RESIDUAL}, vector_dims={table: DIM})
+@pytest.mark.parametrize("table_name", ["user", "item.single"])
+def test_only_the_item_table_can_be_residual(table_name: str) -> None:
+    with raises_message(f"tables.{table_name}: transfer residual is only for the tables ['item']; leave it out"):
+        make_spec(
+            learn_user_embedding=True, features=("item.single",), tables={table_name: RESIDUAL}, vector_dims={table_name: DIM}
+        )
 
 
 def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
-    decay = {"optimizer": {"weight_decay": 0.1}}
-    make_spec(learn_user_embedding=True, tables={"item": decay, "user": decay})
-    make_spec(tables={"item": RESIDUAL, "item_offset": decay}, vector_dims={"item": DIM})
+    decay_settings = {"optimizer": {"weight_decay": 0.1}}
+    make_spec(learn_user_embedding=True, tables={"item": decay_settings, "user": decay_settings})
+    make_spec(tables={"item": RESIDUAL, "item_offset": decay_settings}, vector_dims={"item": DIM})
     with raises_message(
         "tables.item.single: optimizer.weight_decay is only for the tables "
         "['item', 'item_offset', 'history_offset', 'user']; leave it out"
     ):
-        make_spec(features=("item.single",), tables={"item.single": decay})
+        make_spec(features=("item.single",), tables={"item.single": decay_settings})
 
 
-@pytest.mark.parametrize("table", ["item", "user", "item.single"])
-def test_a_table_has_the_width_of_its_vectors_by_default(table: str) -> None:
-    spec = make_spec(learn_user_embedding=True, features=("item.single",), vector_dims={table: 12})
-    expected_dims = {"item": DIM, "user": DIM, "item.single": DIM} | {table: 12}
+@pytest.mark.parametrize("table_name", ["item", "user", "item.single"])
+def test_a_table_has_the_width_of_its_vectors_by_default(table_name: str) -> None:
+    spec = make_spec(learn_user_embedding=True, features=("item.single",), vector_dims={table_name: 12})
+    expected_dims = {"item": DIM, "user": DIM, "item.single": DIM} | {table_name: 12}
     assert {name: table_spec.dim for name, table_spec in spec.tables.items()} == expected_dims
 
 
@@ -195,22 +200,24 @@ def test_vectors_whose_width_the_table_cannot_have_are_rejected() -> None:
         make_spec(vector_dims={"item": 50})
 
 
-@given(vector_dim=st.integers(1, 99), dim=st.none() | st.integers(1, 99))
-def test_check_width_accepts_the_configured_width_or_by_default_a_multiple_of_4(vector_dim: int, dim: int | None) -> None:
+@given(vector_dim=st.integers(1, 99), configured_dim=st.none() | st.integers(1, 99))
+def test_check_width_accepts_the_configured_width_or_by_default_a_multiple_of_4(
+    vector_dim: int, configured_dim: int | None
+) -> None:
     try:
-        check_width(vector_dim, dim, table="item")
+        check_width(vector_dim, configured_dim, table="item")
     except InputError as error:
         # pca_dim is suggested only if the vectors are wider than the table: PCA cannot widen them.
-        assert ("pca_dim" in str(error)) == (vector_dim > (4 if dim is None else dim))
-        assert vector_dim != dim if dim is not None else vector_dim % 4
+        assert ("pca_dim" in str(error)) == (vector_dim > (4 if configured_dim is None else configured_dim))
+        assert vector_dim != configured_dim if configured_dim is not None else vector_dim % 4
     else:
-        assert vector_dim == dim if dim is not None else vector_dim % 4 == 0
+        assert vector_dim == configured_dim if configured_dim is not None else vector_dim % 4 == 0
 
 
-@pytest.mark.parametrize("table", ["user", "item_offset", "item.brand"])
-def test_a_setting_for_an_unknown_table_lists_the_known_tables(table: str) -> None:
-    with raises_message(f"tables.{table}: the model has no such table; it has ['item', 'item.single']"):
-        make_spec(features=("item.single",), tables={table: {}})
+@pytest.mark.parametrize("table_name", ["user", "item_offset", "item.brand"])
+def test_a_setting_for_an_unknown_table_lists_the_known_tables(table_name: str) -> None:
+    with raises_message(f"tables.{table_name}: the model has no such table; it has ['item', 'item.single']"):
+        make_spec(features=("item.single",), tables={table_name: {}})
 
 
 def test_the_offset_table_cannot_be_frozen() -> None:
@@ -243,7 +250,7 @@ def test_a_spec_is_read_back_from_its_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "forms", "is_known"),
+    ("settings", "forms", "expected_is_known"),
     [
         ({}, {}, [True, False, True, False]),
         (
@@ -254,11 +261,14 @@ def test_a_spec_is_read_back_from_its_json() -> None:
         ({}, {"user.country": "single"}, [True, True, True, False]),
         ({}, {"context.hour": "single"}, [True, False, True, False]),
     ],
+    ids=["histories", "user table", "histories and a user feature", "histories and a context feature"],
 )
-def test_a_user_is_known_with_a_history_a_row_or_a_context_that_the_model_reads(settings, forms, is_known) -> None:
+def test_a_user_is_known_with_a_history_a_row_or_a_context_that_the_model_reads(settings, forms, expected_is_known) -> None:
     spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
+    # Users with a history and a row, with only a row, with only a history, and with neither.
     history_length_B, user_row_B = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
     lengths_and_rows = {"history_length_B": history_length_B, "user_row_B": user_row_B}
-    assert spec.is_known(**lengths_and_rows, has_context=False).tolist() == is_known
-    reads_context = "context.hour" in forms
-    assert spec.is_known(**lengths_and_rows, has_context=True).tolist() == ([True] * 4 if reads_context else is_known)
+    assert spec.is_known(**lengths_and_rows, has_context=False).tolist() == expected_is_known
+    if "context.hour" in forms:
+        expected_is_known = [True] * 4
+    assert spec.is_known(**lengths_and_rows, has_context=True).tolist() == expected_is_known

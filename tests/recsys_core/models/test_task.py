@@ -33,9 +33,9 @@ CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
 
 
 def task_of(
-    config: dict[str, Any],
+    model_settings: dict[str, Any],
     *,
-    loss: dict[str, Any] | None = None,
+    loss_settings: dict[str, Any] | None = None,
     tables: dict[str, Any] | None = None,
     vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
@@ -44,9 +44,9 @@ def task_of(
     group: dist.ProcessGroup | None = None,
 ) -> RetrievalTask:
     """Return a task with random tables on the CPU."""
-    loss_config = LossConfig.model_validate(loss or {})
+    loss_config = LossConfig.model_validate(loss_settings or {})
     spec = ModelSpec.sized(
-        TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
+        TwoTowerConfig.model_validate({"embedding_dim": 4, **model_settings}),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
         ingested_by_feature=ingested_features(*features) if features else None,
@@ -70,8 +70,8 @@ def task_of(
     return task
 
 
-def weight_of(task: RetrievalTask, table: str) -> Tensor:
-    return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table))
+def weight_of(task: RetrievalTask, table_name: str) -> Tensor:
+    return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table_name))
 
 
 def batch_of(
@@ -81,7 +81,7 @@ def batch_of(
     users: list[int] = QUERY_USERS,
     histories: list[list[int]] = HISTORIES,
 ) -> Batch:
-    """Return a batch of queries. The event of a query has the same number as its user."""
+    """Return a batch of queries. The event row of a query equals its user row."""
     return Assembler(user_batch_key=UNPOOLED, features=features).batch(
         user_row_B=np.array(users),
         event_index_B=np.array(users),
@@ -93,15 +93,15 @@ def batch_of(
 
 
 def loss_of(task: RetrievalTask, batch: Batch) -> Tensor:
-    """Return the loss of a batch, with its gradient."""
+    """Return the loss of a batch as a tensor for `backward`."""
     loss, _ = task(batch)
     return loss
 
 
-def scores(task: RetrievalTask) -> Tensor:
-    """Return the scores [B, I] of the queries of `batch_of` with all items."""
-    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
-    return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
+def item_scores(task: RetrievalTask) -> Tensor:
+    """Return the scores [B, I] of all items for the queries of `batch_of`."""
+    catalogue_batch = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
+    return task.eval().encode_queries(batch_of([])) @ task.encode_items(catalogue_batch)[1].T
 
 
 DOT_PRODUCT = {
@@ -116,14 +116,14 @@ DOT_PRODUCT = {
 def test_a_dot_product_of_embeddings_can_be_configured() -> None:
     task = task_of(DOT_PRODUCT)
     user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
-    assert torch.equal(scores(task), user_row_UD[QUERY_USERS] @ item_row_ID.T)
+    assert torch.equal(item_scores(task), user_row_UD[QUERY_USERS] @ item_row_ID.T)
     assert len(list(task.parameters())) == 2
 
 
 def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> None:
     task = task_of(
         DOT_PRODUCT,
-        loss={
+        loss_settings={
             "in_batch_negatives": False,
             "num_negatives": 4,
             "negative_sampling_alpha": 0.5,
@@ -137,7 +137,12 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> No
     torch.testing.assert_close(loss_of(task, batch_of()), cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
     task_with_correction = task_of(
         DOT_PRODUCT,
-        loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"},
+        loss_settings={
+            "in_batch_negatives": False,
+            "num_negatives": 4,
+            "negative_sampling_alpha": 0.5,
+            "mask_negatives": "none",
+        },
     )
     log_q_I = torch.from_numpy(4 * negative_share(COUNT_I, 0.5)).float().log()
     positive_log_q = log_q_I[CANDIDATES[:3]][:, None]
@@ -151,33 +156,33 @@ def test_simplex_can_be_configured() -> None:
     """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, with the cosine contrastive loss."""
     task = task_of(
         {"learn_user_embedding": True, "history": {"pooling": "mean", "last_item_feature": False}, "query": {"layers": []}},
-        loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask_negatives": "none"},
+        loss_settings={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask_negatives": "none"},
     )
     user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
-    start = task.head.query.pooling.start
-    history_BD = torch.stack([item_row_ID[rows].mean(dim=0) if rows else start for rows in HISTORIES])
+    start_vector = task.head.query.pooling.start
+    history_BD = torch.stack([item_row_ID[history].mean(dim=0) if history else start_vector for history in HISTORIES])
     cosine_BI = normalize(user_row_UD[QUERY_USERS] + history_BD, dim=1) @ normalize(item_row_ID, dim=1).T
-    torch.testing.assert_close(scores(task), cosine_BI)
+    torch.testing.assert_close(item_scores(task), cosine_BI)
     negative_loss_B = (cosine_BI[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
-    loss = (1 - cosine_BI[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
-    torch.testing.assert_close(loss_of(task.train(), batch_of()), loss)
+    expected_loss = (1 - cosine_BI[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
+    torch.testing.assert_close(loss_of(task.train(), batch_of()), expected_loss)
 
 
 def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
-    config = {
+    model_settings = {
         "history": {"item_representation": "candidate_tower", "last_item_feature": False},
         "candidate": {"layers": [6]},
         "query": {"layers": [6]},
     }
-    task = task_of(config)
-    all_items = Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS))
-    history_vector_ID, item_vector_ID = task.eval().encode_items(all_items)
+    task = task_of(model_settings)
+    catalogue_batch = Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS))
+    history_vector_ID, item_vector_ID = task.eval().encode_items(catalogue_batch)
     assert history_vector_ID.shape == (NUM_ITEMS, 6) and torch.equal(history_vector_ID, item_vector_ID)
     (layer,) = task.head.query.tower.layers
-    start = task.head.query.pooling.start
-    history_BD = torch.stack([item_vector_ID[rows].mean(dim=0) if rows else start for rows in HISTORIES])
+    start_vector = task.head.query.pooling.start
+    history_BD = torch.stack([item_vector_ID[history].mean(dim=0) if history else start_vector for history in HISTORIES])
     torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history_BD), dim=1))
-    embedding_ID, _ = task_of(config | {"history": {}}).eval().encode_items(all_items)
+    embedding_ID, _ = task_of(model_settings | {"history": {}}).eval().encode_items(catalogue_batch)
     assert embedding_ID.shape == (NUM_ITEMS, 4)
 
 
@@ -185,25 +190,25 @@ def test_the_encoders_compute_the_vectors_that_the_loss_compares() -> None:
     feature_keys = ("user.list", "item.list", "item.number", "context.weighted_list")
     feature_by_key = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
     store = FeatureStore({key: feature_by_key[key] for key in feature_keys})
-    config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
+    model_settings = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
         task = task_of(
-            config | {"history": {"item_representation": item_representation}},
+            model_settings | {"history": {"item_representation": item_representation}},
             features=feature_keys,
-            loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
+            loss_settings={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BD = task.encode_queries(batch_of([], features=store))
-        all_items = Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS))
-        candidate_CD = task.encode_items(all_items)[1][CANDIDATES]
-        expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
-        torch.testing.assert_close(loss_of(task, batch_of(features=store)), expected)
+        catalogue_batch = Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS))
+        candidate_CD = task.encode_items(catalogue_batch)[1][CANDIDATES]
+        expected_loss = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
+        torch.testing.assert_close(loss_of(task, batch_of(features=store)), expected_loss)
 
 
 def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
-    config = DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}}
-    task, task_with_decay = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
+    model_settings = DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}}
+    task, task_with_decay = task_of(model_settings), task_of(model_settings, weight_decay={"item": 0.1, "user": 0.3})
     item_row_ID, user_row_UD = weight_of(task, "item"), weight_of(task, "user")
-    distinct_items = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
+    distinct_items = sorted({*CANDIDATES, *(item for history in HISTORIES for item in history)})
     penalty = 0.1 / 2 * item_row_ID[distinct_items].square().sum() + 0.3 / 2 * user_row_UD[QUERY_USERS].square().sum()
     torch.testing.assert_close(loss_of(task_with_decay, batch_of()), loss_of(task, batch_of()) + penalty)
     batch = batch_of(users=[2, 0, 2])  # a user with two queries counts once
@@ -212,17 +217,21 @@ def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None
 
 
 def compare_penalty_of_catalogue(rank: int) -> None:
-    """Compare the mean penalty of the ranks with the penalty of all distinct rows. The last rank's share has fewer items."""
-    world_size, config = dist.get_world_size(), DOT_PRODUCT | {"history": {"length": 1, "last_item_feature": False}}
-    share_rows = [catalogue_share(COUNT_I, rank=index, world_size=world_size).tolist() for index in range(world_size)]
-    assert [len(rows) for rows in share_rows] == [3, 3, 2]
-    batch = batch_of([7, *share_rows[rank]], users=[rank], histories=[[2]])
-    loss = {"negatives": "all"}
-    task = task_of(config, loss=loss, group=dist.group.WORLD)
-    task_with_decay = task_of(config, loss=loss, weight_decay={"item": 0.1}, group=dist.group.WORLD)
+    """Compare the ranks' mean penalty with the penalty of all distinct rows. The last rank's share has fewer items."""
+    world_size = dist.get_world_size()
+    model_settings = DOT_PRODUCT | {"history": {"length": 1, "last_item_feature": False}}
+    item_rows_by_rank = [
+        catalogue_share(COUNT_I, rank=each_rank, world_size=world_size).tolist() for each_rank in range(world_size)
+    ]
+    assert [len(rows) for rows in item_rows_by_rank] == [3, 3, 2]
+    batch = batch_of([7, *item_rows_by_rank[rank]], users=[rank], histories=[[2]])
+    loss_settings = {"negatives": "all"}
+    task = task_of(model_settings, loss_settings=loss_settings, group=dist.group.WORLD)
+    task_with_decay = task_of(model_settings, loss_settings=loss_settings, weight_decay={"item": 0.1}, group=dist.group.WORLD)
     penalty = (loss_of(task_with_decay, batch) - loss_of(task, batch)).detach()
     dist.all_reduce(penalty)
-    expected_penalty = 0.1 / 2 * weight_of(task, "item").detach().square().sum()  # the history has the item without an event
+    # All items are looked up: the shares have the items with an event, and the history has item 2, which has no event.
+    expected_penalty = 0.1 / 2 * weight_of(task, "item").detach().square().sum()
     torch.testing.assert_close(penalty / world_size, expected_penalty, rtol=1e-4, atol=1e-5)
 
 
@@ -230,28 +239,28 @@ def test_weight_decay_counts_each_row_once_for_unequal_shares_of_the_catalogue()
     run_ranks(compare_penalty_of_catalogue, world_size=3, timeout_s=30)
 
 
-def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
-    """Return the rows of `table` that get a gradient from `batch_of()`."""
+def rows_with_gradient(task: RetrievalTask, table_name: str) -> set[int]:
+    """Return the rows of a table that get a gradient from `batch_of()`."""
     task.zero_grad()
     loss_of(task, batch_of()).backward()
-    gradient = weight_of(task, table).grad
+    gradient = weight_of(task, table_name).grad
     return set() if gradient is None else set(gradient.any(dim=1).nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
-def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
+@pytest.mark.parametrize("weight_decay", [{}, {"item": 0.1}], ids=["no decay", "decay"])
+def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(weight_decay: dict[str, float]) -> None:
     task = task_of(
         DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vector_dims={"item": 4},
         popularity_rank_by_table={"item": [8, 7, 6, 5, 4, 3, 2, 1, 0]},  # row 8 is the most frequent
-        weight_decay=decay,
+        weight_decay=weight_decay,
     )
-    looked_up_items = {*CANDIDATES, *(item for rows in HISTORIES for item in rows)}
+    looked_up_items = {*CANDIDATES, *(item for history in HISTORIES for item in history)}
     losses = []
     for epoch, trained_items in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(NUM_ITEMS)))):
-        shares = task.head.set_epoch(epoch)
-        assert shares == {"item": pytest.approx(len(trained_items) / NUM_ITEMS)}
+        trained_share_by_table = task.head.set_epoch(epoch)
+        assert trained_share_by_table == {"item": pytest.approx(len(trained_items) / NUM_ITEMS)}
         assert rows_with_gradient(task, "item") == trained_items & looked_up_items
         assert rows_with_gradient(task, "user") == set(QUERY_USERS)
         losses.append(loss_of(task, batch_of()).item())
@@ -279,33 +288,35 @@ def test_a_frozen_table_has_no_gradient_but_its_offsets_have_a_gradient(transfer
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
         projected_ID = weight_of(task, "item") @ task.head.item.projection.weight.T
-        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ projected_ID.T)
+        torch.testing.assert_close(item_scores(task), weight_of(task, "user")[QUERY_USERS] @ projected_ID.T)
 
 
 @pytest.mark.parametrize("num_members", [1, 2])
-@pytest.mark.parametrize("representation", ["embedding", "candidate_tower"])
-def test_offsets_change_the_vectors_of_items_in_histories_but_not_as_candidates(representation: str, num_members: int) -> None:
-    history = {"pooling": "mean", "item_representation": representation, "learn_offsets": True}
-    task = task_of({"history": history, "num_members": num_members, "similarity": "dot"})
+@pytest.mark.parametrize("item_representation", ["embedding", "candidate_tower"])
+def test_offsets_change_the_history_vectors_of_items_but_not_their_candidate_vectors(
+    item_representation: str, num_members: int
+) -> None:
+    history_settings = {"pooling": "mean", "item_representation": item_representation, "learn_offsets": True}
+    task = task_of({"history": history_settings, "num_members": num_members, "similarity": "dot"})
     assert rows_with_gradient(task, "history_offset") == {1, 3, 4, 8}  # the items in histories
-    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
+    catalogue_batch = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
     task.eval()
     with torch.no_grad():
-        query_BD, (history_ID, candidate_ID) = task.encode_queries(batch_of([])), task.encode_items(all_items)
+        query_BD = task.encode_queries(batch_of([]))
+        history_ID, candidate_ID = task.encode_items(catalogue_batch)
         offset_ID = weight_of(task, "history_offset").clone()
         weight_of(task, "history_offset").zero_()
-        query_without_BD, (history_without_ID, candidate_without_ID) = (
-            task.encode_queries(batch_of([])),
-            task.encode_items(all_items),
-        )
-    scale = num_members**-0.5 if representation == "candidate_tower" else 1  # the results of the members are scaled
-    torch.testing.assert_close(history_ID - history_without_ID, scale * offset_ID)
-    torch.testing.assert_close(candidate_ID, candidate_without_ID)
-    assert (query_BD != query_without_BD).any(dim=1).tolist() == [bool(items) for items in HISTORIES]
+        query_without_offset_BD = task.encode_queries(batch_of([]))
+        history_without_offset_ID, candidate_without_offset_ID = task.encode_items(catalogue_batch)
+    # An ensemble scales the vectors of its members.
+    member_scale = num_members**-0.5 if item_representation == "candidate_tower" else 1
+    torch.testing.assert_close(history_ID - history_without_offset_ID, member_scale * offset_ID)
+    torch.testing.assert_close(candidate_ID, candidate_without_offset_ID)
+    assert (query_BD != query_without_offset_BD).any(dim=1).tolist() == [bool(items) for items in HISTORIES]
 
 
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
-    task = task_of(DOT_PRODUCT, loss={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
+    task = task_of(DOT_PRODUCT, loss_settings={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
     task_without_teacher = task_of(DOT_PRODUCT)
     with torch.no_grad():
         weight_of(task, "item").copy_(weight_of(task_without_teacher, "item"))

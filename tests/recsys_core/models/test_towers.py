@@ -1,4 +1,4 @@
-"""The towers: the sum of their features, their layers, and output vectors with bounded gradients."""
+"""The towers: sums of features, layers, and output vectors with bounded gradients."""
 
 import math
 from typing import Any
@@ -30,15 +30,15 @@ INPUT_WITHOUT_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64),
 
 
 def spec_of(
-    *, tables: dict[str, TableConfig] | None = None, vector_dims: dict[str, int] | None = None, **config: Any
+    *, tables: dict[str, TableConfig] | None = None, vector_dims: dict[str, int] | None = None, **model_settings: Any
 ) -> ModelSpec:
-    model = TwoTowerConfig.model_validate({"embedding_dim": 4, **config})
-    return ModelSpec.sized(model, num_users=7, num_items=5, tables=tables, vector_dim_by_table=vector_dims)
+    config = TwoTowerConfig.model_validate({"embedding_dim": 4, **model_settings})
+    return ModelSpec.sized(config, num_users=7, num_items=5, tables=tables, vector_dim_by_table=vector_dims)
 
 
-def residual_tower(*, dim: int = 4, **fields: Any) -> CandidateTower:
-    table = TableConfig(transfer="residual", dim=dim, **fields)
-    return CandidateTower(spec_of(tables={"item": table}, vector_dims={"item": dim}, similarity="dot"))
+def residual_tower(*, dim: int = 4, **table_settings: Any) -> CandidateTower:
+    table_config = TableConfig(transfer="residual", dim=dim, **table_settings)
+    return CandidateTower(spec_of(tables={"item": table_config}, vector_dims={"item": dim}, similarity="dot"))
 
 
 def test_the_last_layer_has_no_activation_so_all_numbers_of_a_vector_can_be_negative() -> None:
@@ -70,7 +70,7 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_user_row() -> N
     tower = QueryTower(spec_of(learn_user_embedding=True, query={"layers": ()}, similarity="dot"))
     user_row_BD = torch.tensor([[0.0, 0, 0, 5], [0, 0, 0, 7]])
     query_BD = tower(item_row_ID, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": user_row_BD})
-    # The mean [0.5, 1, 0, 0] of both items, the last item [0, 2, 0, 0] and the row [0, 0, 0, 5] of the user.
+    # The sum of the mean [0.5, 1, 0, 0] of both items, the last item [0, 2, 0, 0] and the user row [0, 0, 0, 5].
     assert query_BD[0].tolist() == [0.5, 1.0 + 2.0, 0.0, 5.0]
     # For an empty history, both the mean and the last item are the learned start vector.
     torch.testing.assert_close(query_BD[1], 2 * tower.pooling.start + user_row_BD[1])
@@ -79,9 +79,9 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_user_row() -> N
 def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     torch.manual_seed(0)
     tower = MLP(TowerConfig(skip_connection=True), layers=(16, 4), feature_dims=(4, 4), dim=4)
-    features = [torch.randn(5, 4), torch.randn(5, 4)]
-    assert torch.equal(tower(features), features[0] + features[1])
-    tower(features).square().sum().backward()
+    feature_vectors = [torch.randn(5, 4), torch.randn(5, 4)]
+    assert torch.equal(tower(feature_vectors), feature_vectors[0] + feature_vectors[1])
+    tower(feature_vectors).square().sum().backward()
     assert tower.layers is not None and tower.layers[-1].weight.grad.any()  # the zero layer is trained
 
 
@@ -106,8 +106,8 @@ def test_only_features_of_another_width_are_projected() -> None:
 def test_the_layers_read_the_concatenated_features() -> None:
     tower = MLP(TowerConfig(), layers=(3,), feature_dims=(4, 2), dim=4)
     (layer,) = tower.layers
-    features = [torch.randn(5, 4), torch.randn(5, 2)]
-    torch.testing.assert_close(tower(features), layer(torch.cat(features, dim=1)))
+    feature_vectors = [torch.randn(5, 4), torch.randn(5, 2)]
+    torch.testing.assert_close(tower(feature_vectors), layer(torch.cat(feature_vectors, dim=1)))
     assert not hasattr(tower, "projections")  # only a sum needs features of the same width
 
 
@@ -177,13 +177,13 @@ def test_a_query_does_not_depend_on_the_other_queries_of_its_batch(
     offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     query_BD = tower(item_row_VD, history_H, offset, features={"user": user_row_BD})
     for query_index, length in enumerate(lengths):
-        single_1D = tower(
+        query_alone_1D = tower(
             item_row_VD,
             history_H[offset[query_index] : offset[query_index + 1]],
             torch.tensor([0, length]),
             features={"user": user_row_BD[query_index : query_index + 1]},
         )
-        torch.testing.assert_close(query_BD[query_index : query_index + 1], single_1D, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(query_BD[query_index : query_index + 1], query_alone_1D, rtol=1e-4, atol=1e-5)
 
 
 @given(
@@ -197,19 +197,21 @@ def test_unit_vectors_have_norm_1_and_a_gradient_bounded_by_min_norm(seed: int, 
     vector_RD = (normalize(torch.randn(len(norms), 5), dim=1) * norm_R[:, None]).requires_grad_()
     gradient_RD = torch.randn(len(norms), 5)
     unit_RD = unit_vectors(vector_RD, min_norm=min_norm)
-    exact_RD = normalize(vector_RD, dim=1)
-    torch.testing.assert_close(unit_RD, exact_RD, rtol=0, atol=0)
+    normalised_RD = normalize(vector_RD, dim=1)
+    torch.testing.assert_close(unit_RD, normalised_RD, rtol=0, atol=0)
     (bounded_gradient_RD,) = torch.autograd.grad(unit_RD, vector_RD, gradient_RD)
-    (exact_gradient_RD,) = torch.autograd.grad(exact_RD, vector_RD, gradient_RD)
+    (exact_gradient_RD,) = torch.autograd.grad(normalised_RD, vector_RD, gradient_RD)
     assert (bounded_gradient_RD.norm(dim=1) <= gradient_RD.norm(dim=1) / min_norm * (1 + 1e-5)).all()
-    is_exact_R = norm_R >= min_norm
-    torch.testing.assert_close(bounded_gradient_RD[is_exact_R], exact_gradient_RD[is_exact_R], rtol=1e-4, atol=1e-6)
+    has_exact_gradient_R = norm_R >= min_norm
+    torch.testing.assert_close(
+        bounded_gradient_RD[has_exact_gradient_R], exact_gradient_RD[has_exact_gradient_R], rtol=1e-4, atol=1e-6
+    )
     torch.testing.assert_close(bounded_gradient_RD[norm_R == 0], gradient_RD[norm_R == 0] / min_norm)
 
 
-def initial_task(config: dict[str, Any], **kwargs: Any) -> RetrievalTask:
-    """Return a task before the first step. The rows of items 0 and 3 are zero."""
-    task = task_of(config | {"temperature": TEMPERATURE}, **kwargs)
+def initial_task(model_settings: dict[str, Any], **task_arguments: Any) -> RetrievalTask:
+    """Return an untrained task, in which the rows of items 0 and 3 are zero."""
+    task = task_of(model_settings | {"temperature": TEMPERATURE}, **task_arguments)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in task.embedding_tables.parameters():
@@ -219,7 +221,7 @@ def initial_task(config: dict[str, Any], **kwargs: Any) -> RetrievalTask:
 
 
 def compute_gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
-    """Return the gradients of the loss by parameter name. They are also in `grad` of the parameters."""
+    """Return the gradient of the loss by parameter name, and leave it in `parameter.grad` for an optimizer."""
     task.zero_grad()
     loss_of(task, batch).backward()
     return {name: parameter.grad for name, parameter in task.named_parameters() if parameter.grad is not None}
@@ -229,35 +231,36 @@ def compute_gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention"])
 @pytest.mark.parametrize("item_representation", ["embedding", "candidate_tower"])
 def test_gradients_of_vectors_with_small_norms_are_bounded(similarity: str, pooling: str, item_representation: str) -> None:
-    history = {"pooling": pooling, "item_representation": item_representation, "length": 4, "item_dropout": 0.5}
-    task = initial_task({"history": history, "similarity": similarity}, loss={"num_negatives": 4})
+    history_settings = {"pooling": pooling, "item_representation": item_representation, "length": 4, "item_dropout": 0.5}
+    task = initial_task({"history": history_settings, "similarity": similarity}, loss_settings={"num_negatives": 4})
+    # Only cosine similarity normalises. Its `min_norm` is the expected norm of the mean of 4 random rows.
     min_norm = NORM / math.sqrt(4) if similarity == "cosine" else 1.0
     for histories in (HISTORIES_WITHOUT_ITEMS, [[0, 3], [3], []], [[1, 4], [], [8, 8, 3]]):
         gradient_by_name = compute_gradients(task, batch_of(histories=histories))
         # The gradient of the unit vectors is at most 2 / temperature. Normalisation multiplies it by at most 1 / min_norm.
-        bound = 2 / TEMPERATURE / min_norm
-        start_gradient = next(value for name, value in gradient_by_name.items() if name.endswith("query.pooling.start"))
-        assert 0 < start_gradient.norm() <= bound
+        max_gradient_norm = 2 / TEMPERATURE / min_norm
+        start_gradient = next(gradient for name, gradient in gradient_by_name.items() if name.endswith("query.pooling.start"))
+        assert 0 < start_gradient.norm() <= max_gradient_norm
         # A row is used up to ten times, in histories and as a candidate. With candidate_tower it is normalised twice.
-        assert all(gradient.norm() < 10 * bound / NORM for gradient in gradient_by_name.values())
+        assert all(gradient.norm() < 10 * max_gradient_norm / NORM for gradient in gradient_by_name.values())
 
 
 @both_similarities
 def test_users_without_history_or_row_do_not_inflate_adams_second_moment(similarity: str) -> None:
-    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4})
+    task = initial_task({"similarity": similarity}, loss_settings={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=1e-3)
     largest_moments = []
     for histories in (HISTORIES_WITHOUT_ITEMS, [[1, 4], [2], [8, 8, 3]]):
         compute_gradients(task, batch_of(histories=histories))
         optimizer.step()
-        largest_moments.append(max(state["exp_avg_sq"].max().item() for state in optimizer.state.values()))
-    without_history, with_history = largest_moments
-    assert with_history < 100 and without_history < 100 * with_history
+        largest_moments.append(max(parameter_state["exp_avg_sq"].max().item() for parameter_state in optimizer.state.values()))
+    moment_without_history, moment_with_history = largest_moments
+    assert moment_with_history < 100 and moment_without_history < 100 * moment_with_history
 
 
 @both_similarities
 def test_the_layers_stay_small_after_a_step_of_sgd(similarity: str) -> None:
-    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4})
+    task = initial_task({"similarity": similarity}, loss_settings={"num_negatives": 4})
     optimizer = torch.optim.SGD(task.head.parameters(), lr=1e-3)
     compute_gradients(task, batch_of(histories=HISTORIES_WITHOUT_ITEMS))
     optimizer.step()
@@ -266,7 +269,7 @@ def test_the_layers_stay_small_after_a_step_of_sgd(similarity: str) -> None:
 
 
 def test_empty_histories_train_the_start_vector() -> None:
-    task = initial_task({"history": {"length": 4}}, loss={"num_negatives": 4})
+    task = initial_task({"history": {"length": 4}}, loss_settings={"num_negatives": 4})
     optimizer = torch.optim.AdamW(task.head.parameters(), lr=0.01)
     losses = []
     for _ in range(60):
@@ -280,14 +283,15 @@ def test_empty_histories_train_the_start_vector() -> None:
 
 @both_similarities
 def test_zero_rows_are_trained_at_least_a_fifth_as_fast_as_random_rows(similarity: str) -> None:
-    task = initial_task({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
+    task = initial_task({"similarity": similarity}, loss_settings={"num_negatives": 4, "mask_negatives": "positive"})
     item_row_ID = weight_of(task, "item")
     optimizer = RowWiseAdagrad([item_row_ID], lr=0.01, eps=1e-8)
     path_length_I = torch.zeros(NUM_ITEMS)
     candidates = [0, 1, 3, 2, 5, 6, 4]
     for step in range(40):
+        rotated_candidates = candidates[step % 3 :] + candidates[: step % 3]  # so that each step has other positives
         previous_row_ID = item_row_ID.detach().clone()
-        compute_gradients(task, batch_of(candidates[step % 3 :] + candidates[: step % 3], histories=[[7], [8], [7, 8]]))
+        compute_gradients(task, batch_of(rotated_candidates, histories=[[7], [8], [7, 8]]))
         optimizer.step()
         if step >= 10:  # the first steps of Adagrad have the same length for every row
             path_length_I += (item_row_ID - previous_row_ID).norm(dim=1).detach()

@@ -24,8 +24,8 @@ LIST_KEYS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("
 
 def spec_of(
     *,
-    tables: dict[str, Any] | None = None,
-    vector_dims: dict[str, int] | None = None,
+    settings_by_table: dict[str, Any] | None = None,
+    vector_dim_by_table: dict[str, int] | None = None,
     has_distillation: bool = False,
     features: tuple[str, ...] = (),
 ) -> ModelSpec:
@@ -34,8 +34,8 @@ def spec_of(
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
         ingested_by_feature=ingested_features(*features),
-        vector_dim_by_table=vector_dims,
-        tables={name: TableConfig.model_validate(fields) for name, fields in (tables or {}).items()},
+        vector_dim_by_table=vector_dim_by_table,
+        tables={table_name: TableConfig.model_validate(settings) for table_name, settings in (settings_by_table or {}).items()},
         has_distillation=has_distillation,
     )
 
@@ -50,7 +50,7 @@ def embedding_tables_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
 
 
 def batch_of(histories: list[list[int]], store: FeatureStore, *, user_batch_key: str = UNPOOLED) -> Batch:
-    """Return a batch in which query n belongs to user n and event 3 n, and has item n as its positive."""
+    """Return a batch. Query n belongs to user n and event 3 n, and its positive is item n."""
     user_row_B = np.arange(len(histories))
     return Assembler(user_batch_key=user_batch_key, features=store).batch(
         user_row_B=user_row_B,
@@ -69,21 +69,24 @@ def table_outputs_of(embedding_tables: EmbeddingTables, batch: Batch, spec: Mode
     def batch_key(collection: str) -> str:
         return UNPOOLED if collection.startswith(UNPOOLED) else collection.removesuffix("_frozen")
 
-    embeddings = {name: collection(batch.sparse[batch_key(name)]) for name, collection in embedding_tables.items()}
+    embeddings = {
+        collection_name: collection(batch.sparse[batch_key(collection_name)])
+        for collection_name, collection in embedding_tables.items()
+    }
     return table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
 
 
-def loop_output(spec: ModelSpec, table: str, weight_RD: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Return the output of a table for the users, items or events in `owners`; a mean divides by the sum of the weights."""
-    output_BD = torch.zeros(len(owners), weight_RD.shape[1])
-    form = spec.forms.get(table)
-    for index, owner in enumerate(owners):
-        rows, weights = values_of(store, table, owner) if form else ([owner], None)
+def loop_output(spec: ModelSpec, table_name: str, weight_RD: Tensor, store: FeatureStore, owner_rows: list[int]) -> Tensor:
+    """Return the output of a table for some users, items or events. A mean divides by the sum of the weights."""
+    output_BD = torch.zeros(len(owner_rows), weight_RD.shape[1])
+    form = spec.forms.get(table_name)
+    for output_index, owner_row in enumerate(owner_rows):
+        rows, weights = values_of(store, table_name, owner_row) if form else ([owner_row], None)
         weights = weights or [1.0] * len(rows)
         for row, weight in zip(rows, weights, strict=True):
-            output_BD[index] += weight * weight_RD[row]
-        if form in ("list", "weighted_list") and spec.tables[table].settings.pooling == "mean" and rows:
-            output_BD[index] /= sum(weights)
+            output_BD[output_index] += weight * weight_RD[row]
+        if form in ("list", "weighted_list") and spec.tables[table_name].settings.pooling == "mean" and rows:
+            output_BD[output_index] /= sum(weights)
     return output_BD
 
 
@@ -103,75 +106,89 @@ def test_every_table_returns_the_weighted_sum_or_mean_of_its_rows(
     user_lookup: str,
     seed: int,
 ) -> None:
-    tables = {
-        name: {
-            "pooling": "sum" if name in summed_lists else "mean",
-            "transfer": "frozen" if name in frozen_tables else "full",
-            "dim": 8 if name in wide_tables else 4,
+    settings_by_table = {
+        table_name: {
+            "pooling": "sum" if table_name in summed_lists else "mean",
+            "transfer": "frozen" if table_name in frozen_tables else "full",
+            "dim": 8 if table_name in wide_tables else 4,
         }
-        for name in ("item", "user", *ingested_features())
+        for table_name in ("item", "user", *ingested_features())
     }
-    tables["user"]["lookup"] = user_lookup
-    spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen_tables})
+    settings_by_table["user"]["lookup"] = user_lookup
+    spec = spec_of(
+        settings_by_table=settings_by_table,
+        vector_dim_by_table={table_name: settings_by_table[table_name]["dim"] for table_name in frozen_tables},
+    )
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=seed)
     batch = batch_of(histories, store, user_batch_key=spec.tables["user"].batch_key)
     embedding_tables = embedding_tables_of(spec, seed=seed)
-    outputs, weights = table_outputs_of(embedding_tables, batch, spec), dict(embedding_tables.named_parameters())
+    output_by_table = table_outputs_of(embedding_tables, batch, spec)
+    parameter_by_name = dict(embedding_tables.named_parameters())
     num_queries = len(histories)
-    owners = {"user": range(num_queries), "context": range(0, 3 * num_queries, 3), "item": batch.item_row_V.tolist()}
-    assert set(outputs) == set(spec.tables)
-    for name, value in outputs.items():
-        expected = loop_output(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    owner_rows_by_kind = {
+        "user": range(num_queries),
+        "context": range(0, 3 * num_queries, 3),
+        "item": batch.item_row_V.tolist(),
+    }
+    assert set(output_by_table) == set(spec.tables)
+    for table_name, output_BD in output_by_table.items():
+        weight_RD = parameter_by_name[parameter_name(spec, table_name)]
+        owner_rows = list(owner_rows_by_kind[table_name.split(".")[0]])
+        expected_output_BD = loop_output(spec, table_name, weight_RD, store, owner_rows)
+        torch.testing.assert_close(
+            output_BD, expected_output_BD, rtol=1e-4, atol=1e-5, msg=lambda text, table_name=table_name: f"{table_name}: {text}"
+        )
 
 
-def test_weights_that_are_all_zero_lead_to_zeros_and_not_to_nan() -> None:
+def test_an_output_is_zero_and_not_nan_if_all_weights_are_zero() -> None:
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, has_zero_weights=True)
     spec = spec_of()
     embedding_tables = embedding_tables_of(spec)
-    outputs = table_outputs_of(embedding_tables, batch_of([[1, 2], [], [3]], store), spec)
-    for name in (f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("weighted_list", "number")):
-        assert outputs[name].eq(0).all(), name
-    sum(value.sum() for value in outputs.values()).backward()
+    output_by_table = table_outputs_of(embedding_tables, batch_of([[1, 2], [], [3]], store), spec)
+    for table_name in (f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("weighted_list", "number")):
+        assert output_by_table[table_name].eq(0).all(), table_name
+    sum(output_BD.sum() for output_BD in output_by_table.values()).backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in embedding_tables.parameters())
 
 
-def test_empty_lists_lead_to_zeros() -> None:
+def test_the_output_of_empty_lists_is_zero() -> None:
     empty_store = FeatureStore(
         {
-            f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
+            f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weights)
             for owner_kind in OWNER_KINDS
-            for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
+            for form, weights in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
     )
     spec = spec_of(features=tuple(empty_store.feature_by_key))
-    outputs = table_outputs_of(embedding_tables_of(spec), batch_of([[1], []], empty_store), spec)
-    for name in empty_store.feature_by_key:
-        assert outputs[name].eq(0).all() and outputs[name].shape[1] == 4, name
+    output_by_table = table_outputs_of(embedding_tables_of(spec), batch_of([[1], []], empty_store), spec)
+    for table_name in empty_store.feature_by_key:
+        assert output_by_table[table_name].eq(0).all() and output_by_table[table_name].shape[1] == 4, table_name
 
 
 @pytest.mark.parametrize(
     ("transfer", "has_distillation"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)]
 )
 def test_each_table_that_is_looked_up_by_item_returns_its_own_rows(transfer: str, has_distillation: bool) -> None:
-    item = {"transfer": transfer, "dim": 12}
-    spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
+    item_settings = {"transfer": transfer, "dim": 12}
+    spec = spec_of(
+        settings_by_table={"item": item_settings}, vector_dim_by_table={"item": 12}, has_distillation=has_distillation
+    )
     embedding_tables = embedding_tables_of(spec)
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
-    batch, weights = batch_of([[8, 1], [4]], store), dict(embedding_tables.named_parameters())
-    outputs = table_outputs_of(embedding_tables, batch, spec)
-    tables_of_items = {
+    batch, parameter_by_name = batch_of([[8, 1], [4]], store), dict(embedding_tables.named_parameters())
+    output_by_table = table_outputs_of(embedding_tables, batch, spec)
+    item_tables = {
         "item",
         *(["item_offset"] if transfer == "residual" else []),
         *(["item_teacher"] if has_distillation else []),
     }
-    assert set(outputs) == tables_of_items | {"user", *ingested_features()}
-    for name in tables_of_items:
-        assert torch.equal(outputs[name], weights[parameter_name(spec, name)][batch.item_row_V])
+    assert set(output_by_table) == item_tables | {"user", *ingested_features()}
+    for table_name in item_tables:
+        assert torch.equal(output_by_table[table_name], parameter_by_name[parameter_name(spec, table_name)][batch.item_row_V])
 
 
 def test_tables_are_in_one_collection_if_batch_key_width_and_frozen_state_are_equal() -> None:
-    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vector_dims={"user.list": 4})
+    spec = spec_of(settings_by_table={"user.list": {"transfer": "frozen"}}, vector_dim_by_table={"user.list": 4})
     embedding_tables = embedding_tables_of(spec)
     assert set(embedding_tables) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in embedding_tables.named_parameters()}
@@ -185,16 +202,17 @@ def test_the_gradient_of_a_row_is_the_sum_of_its_weights() -> None:
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=2)
     spec = spec_of()
     batch, embedding_tables = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
-    outputs, parameters = table_outputs_of(embedding_tables, batch, spec), dict(embedding_tables.named_parameters())
-    for name in ("item.list", "item.weighted_list", "user.weighted_list", "context.number"):
-        parameter = parameters[parameter_name(spec, name)]
-        (gradient,) = torch.autograd.grad(outputs[name].sum(), [parameter], retain_graph=True)
-        owners = {"item": batch.item_row_V.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
-        expected = torch.zeros_like(gradient)
-        for owner in owners:
-            rows, weights = values_of(store, name, owner)
+    output_by_table = table_outputs_of(embedding_tables, batch, spec)
+    parameter_by_name = dict(embedding_tables.named_parameters())
+    for table_name in ("item.list", "item.weighted_list", "user.weighted_list", "context.number"):
+        parameter = parameter_by_name[parameter_name(spec, table_name)]
+        (gradient_RD,) = torch.autograd.grad(output_by_table[table_name].sum(), [parameter], retain_graph=True)
+        owner_rows = {"item": batch.item_row_V.tolist(), "user": [0, 1], "context": [0, 3]}[table_name.split(".")[0]]
+        expected_gradient_RD = torch.zeros_like(gradient_RD)
+        for owner_row in owner_rows:
+            rows, weights = values_of(store, table_name, owner_row)
             weights = weights or [1.0] * len(rows)
-            divisor = sum(weights) if "list" in name else 1.0
+            divisor = sum(weights) if "list" in table_name else 1.0
             for row, weight in zip(rows, weights, strict=True):
-                expected[row] += weight / divisor
-        torch.testing.assert_close(gradient, expected)
+                expected_gradient_RD[row] += weight / divisor
+        torch.testing.assert_close(gradient_RD, expected_gradient_RD)

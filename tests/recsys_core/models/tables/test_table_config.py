@@ -12,7 +12,7 @@ from tests.recsys_core.models.error_messages import raises_message
 
 
 def gradual_table(*steps: tuple[int, float]) -> TableConfig:
-    """Return a gradual table that is unfrozen in steps (epoch, share)."""
+    """Return the config of a gradual table with the steps (epoch, trained share)."""
     return TableConfig.model_validate(
         {"transfer": "gradual", "unfreeze": [{"epoch": epoch, "share": share} for epoch, share in steps]}
     )
@@ -25,6 +25,7 @@ def test_a_table_that_is_not_gradual_trains_all_rows_or_none_in_every_epoch(tran
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[tuple[int, float]]:
+    """Draw steps (epoch, share) in which both numbers rise."""
     epochs = sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=5)))
     shares = sorted(draw(st.sets(st.integers(0, 100), min_size=len(epochs), max_size=len(epochs))))
     return [(epoch, share / 100) for epoch, share in zip(epochs, shares, strict=True)]

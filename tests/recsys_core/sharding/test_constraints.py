@@ -19,18 +19,19 @@ POOLED_SPEC = ModelSpec.sized(
 """The same model with pooled lookups of users."""
 
 
-def config_with(table: str = "item", *, cluster: dict | None = None, **constraint) -> ShardingConfig:
+def config_with(table_name: str = "item", *, cluster_settings: dict | None = None, **constraint_settings) -> ShardingConfig:
     return ShardingConfig(
-        cluster=ClusterConfig(**({"device": "cuda", "processes_per_node": 2} | (cluster or {}))),
-        tables={table: TableConstraint(**constraint)},
+        cluster=ClusterConfig(**({"device": "cuda", "processes_per_node": 2} | (cluster_settings or {}))),
+        tables={table_name: TableConstraint(**constraint_settings)},
     )
 
 
-def config_with_comms(quantized_comms: QuantizedCommsConfig, **constraint) -> ShardingConfig:
-    return config_with("user", **constraint).model_copy(update={"quantized_comms": quantized_comms})
+def config_with_comms(quantized_comms: QuantizedCommsConfig, **constraint_settings) -> ShardingConfig:
+    """Return a config with quantized comms and a constraint of the table `user`."""
+    return config_with("user", **constraint_settings).model_copy(update={"quantized_comms": quantized_comms})
 
 
-CONFIG_AND_MESSAGE_BY_CASE = {
+CONFIG_AND_MESSAGE_PATTERN_BY_CASE = {
     "int8 with row-wise types by default": (
         config_with_comms(QuantizedCommsConfig(forward="int8")),
         r"int8 cannot represent the partial.*sharding.tables.user.sharding_types is left to the planner; choose from",
@@ -48,15 +49,15 @@ CONFIG_AND_MESSAGE_BY_CASE = {
         r"sharding.tables.item: grid_shard supports pooled lookups only.*choose from",
     ),
     "an offloading kernel on a CPU": (
-        config_with(cluster={"device": "cpu"}, compute_kernels=("fused", "fused_uvm")),
+        config_with(cluster_settings={"device": "cpu"}, compute_kernels=("fused", "fused_uvm")),
         r"compute_kernels: fused_uvm stores rows outside of a GPU's memory, but the device is cpu.*choose fused",
     ),
     "a cache on a CPU": (
-        config_with(cluster={"device": "cpu"}, cache_load_factor=0.1),
+        config_with(cluster_settings={"device": "cpu"}, cache_load_factor=0.1),
         r"cache_load_factor is 0.1, but the device is cpu",
     ),
     "an SSD without a path": (
-        config_with(cluster={"ssd_gb": 100}, compute_kernels=("key_value",)),
+        config_with(cluster_settings={"ssd_gb": 100}, compute_kernels=("key_value",)),
         r"key_value stores rows on an SSD, but sharding.cluster.ssd_path is None and ssd_gb 100; set both",
     ),
     "the kernel dense without data_parallel": (
@@ -74,9 +75,11 @@ CONFIG_AND_MESSAGE_BY_CASE = {
 }
 
 
-@pytest.mark.parametrize(("config", "message"), CONFIG_AND_MESSAGE_BY_CASE.values(), ids=CONFIG_AND_MESSAGE_BY_CASE.keys())
-def test_an_unsupported_constraint_is_rejected_with_its_setting(config, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(
+    ("config", "message_pattern"), CONFIG_AND_MESSAGE_PATTERN_BY_CASE.values(), ids=CONFIG_AND_MESSAGE_PATTERN_BY_CASE.keys()
+)
+def test_an_unsupported_constraint_is_rejected_and_the_error_names_the_setting(config, message_pattern):
+    with pytest.raises(InputError, match=message_pattern):
         make_plan(config, model=POOLED_SPEC, batch_size=64)
 
 
@@ -89,7 +92,7 @@ def test_a_sharding_type_for_pooled_lookups_is_rejected_for_an_unpooled_table():
 
 
 def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
-    ssd_config = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
+    ssd_config = config_with(cluster_settings={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
     with pytest.raises(InputError, match=r"key_value supports the optimizers .*, but the table has sgd"):
         make_plan(ssd_config, model=with_optimizer(SPEC, TableOptimizer(kind="sgd")), batch_size=64)
     replicated_config = config_with(sharding_types=("data_parallel",))
@@ -98,11 +101,11 @@ def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
 
 
 def test_on_a_cpu_adam_needs_replicated_tables():
-    spec, cpu = with_optimizer(SPEC, TableOptimizer(kind="adam")), ClusterConfig(device="cpu")
+    adam_spec, cpu_cluster = with_optimizer(SPEC, TableOptimizer(kind="adam")), ClusterConfig(device="cpu")
     with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
-        make_plan(ShardingConfig(cluster=cpu), model=spec, batch_size=64)
+        make_plan(ShardingConfig(cluster=cpu_cluster), model=adam_spec, batch_size=64)
     constraints = dict.fromkeys(SPEC.tables, TableConstraint(sharding_types=("data_parallel",)))
-    plan = make_plan(ShardingConfig(cluster=cpu, tables=constraints), model=spec, batch_size=64)
+    plan = make_plan(ShardingConfig(cluster=cpu_cluster, tables=constraints), model=adam_spec, batch_size=64)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
 
 
@@ -114,9 +117,11 @@ def test_on_a_cpu_a_frozen_table_needs_no_replicas_because_it_has_no_optimizer()
         vector_dim_by_table={"item": 64},
         tables={"item": TableConfig(transfer="frozen")},
     )
-    model = with_optimizer(frozen_spec, TableOptimizer(kind="adam"))
-    table = make_plan(ShardingConfig(cluster=ClusterConfig(device="cpu")), model=model, batch_size=64).tables["item"]
-    assert table.sharding_type != "data_parallel" and table.optimizer == "none"
+    frozen_spec_with_adam = with_optimizer(frozen_spec, TableOptimizer(kind="adam"))
+    planned_table = make_plan(
+        ShardingConfig(cluster=ClusterConfig(device="cpu")), model=frozen_spec_with_adam, batch_size=64
+    ).tables["item"]
+    assert planned_table.sharding_type != "data_parallel" and planned_table.optimizer == "none"
 
 
 def test_a_cache_load_factor_without_a_cache_is_rejected_when_the_config_is_read():
@@ -130,9 +135,13 @@ def test_a_configured_kernel_and_pooling_factor_are_used():
         model=SPEC,
         batch_size=64,
     )
-    table = plan.tables["item"]
-    assert (table.compute_kernel, table.cache_load_factor, table.values_per_query) == ("fused_uvm_caching", 0.5, 3.0)
-    assert table.constraint == "compute_kernels: fused_uvm_caching; cache_load_factor: 0.5; pooling_factor: 3.0"
+    item_plan = plan.tables["item"]
+    assert (item_plan.compute_kernel, item_plan.cache_load_factor, item_plan.values_per_query) == (
+        "fused_uvm_caching",
+        0.5,
+        3.0,
+    )
+    assert item_plan.constraint == "compute_kernels: fused_uvm_caching; cache_load_factor: 0.5; pooling_factor: 3.0"
     assert plan.tables["user"].compute_kernel == "fused" and plan.tables["user"].constraint is None
 
 

@@ -21,7 +21,7 @@ NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH_SIZE, NUM_NEGATIVES = 300, 2000, 9000, 1
 
 
 def skewed_store(*, is_ordered: bool) -> EventStore:
-    """Return a store of users with very different numbers of events, and of items whose popularity follows a power law.
+    """Return a store of users with very different numbers of events and of items with very different popularities.
 
     Each user has up to 4 known negatives before the first event.
     """
@@ -30,37 +30,37 @@ def skewed_store(*, is_ordered: bool) -> EventStore:
     weight_I = 1 / np.arange(1, NUM_ITEMS + 1)
     popularity_I = weight_I / weight_I.sum()
     item_E = rng.choice(NUM_ITEMS, NUM_EVENTS, p=popularity_I).astype(np.int32)
-    offset = np.concatenate([[0], num_events_U.cumsum()])
+    user_offset = np.concatenate([[0], num_events_U.cumsum()])
     num_negatives_U = rng.integers(0, 5, NUM_USERS)
-    negatives_by_split = np.stack([num_negatives_U, 0 * num_negatives_U, 0 * num_negatives_U], axis=1)
+    num_negatives_by_split = np.stack([num_negatives_U, 0 * num_negatives_U, 0 * num_negatives_U], axis=1)
     arrays = EventArrays(
-        user_offset=offset,
-        train_end=offset[1:],
-        validation_end=offset[1:],
+        user_offset=user_offset,
+        train_end=user_offset[1:],
+        validation_end=user_offset[1:],
         event_item=item_E,
         train_user=np.repeat(np.arange(NUM_USERS, dtype=np.int32), num_events_U),
         item_count=np.bincount(item_E, minlength=NUM_ITEMS),
         vector_row=np.full(NUM_ITEMS, -1),
-        negative_offset=np.cumsum([0, *negatives_by_split.ravel()]),
+        negative_offset=np.cumsum([0, *num_negatives_by_split.ravel()]),
         negative_item=rng.choice(NUM_ITEMS, num_negatives_U.sum(), p=popularity_I).astype(np.int32),
-        negative_event=np.repeat(offset[:-1], num_negatives_U) if is_ordered else None,
+        negative_event=np.repeat(user_offset[:-1], num_negatives_U) if is_ordered else None,
     )
     return EventStore(arrays, is_ordered=is_ordered)
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered log", "unordered log"])
 @pytest.mark.parametrize(("history_length", "alpha", "max_known_negatives"), [(0, 0.0, 4), (5, 0.75, 0), (50, 0.0, 1)])
 def test_expected_lookups_match_the_lookups_of_real_batches(
     is_ordered: bool, history_length: int, alpha: float, max_known_negatives: int
 ) -> None:
     store = skewed_store(is_ordered=is_ordered)
     features = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
-    config = TwoTowerConfig(
+    model_config = TwoTowerConfig(
         learn_user_embedding=True, history=MeanHistory(length=history_length, last_item_feature=history_length > 0)
     )
-    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=ingested_features())
-    loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=max_known_negatives)
-    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=1, loss=loss, store=store, features=features)
+    spec = ModelSpec.sized(model_config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=ingested_features())
+    loss_config = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=max_known_negatives)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=1, loss=loss_config, store=store, features=features)
     loader = TrainLoader(
         ExampleSource(
             store,
@@ -74,10 +74,10 @@ def test_expected_lookups_match_the_lookups_of_real_batches(
         num_negatives=NUM_NEGATIVES,
         negative_share_I=negative_share(store.train_count_I, alpha),
     )
-    batches = [loader.batch(epoch, index) for epoch in range(2) for index in range(len(loader) - 1)]
+    batches = [loader.batch(epoch, batch_index) for epoch in range(2) for batch_index in range(len(loader) - 1)]
 
-    def lookups_per_query(collection: str, feature: str) -> float:
-        return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH_SIZE
+    def lookups_per_query(batch_key: str, feature_name: str) -> float:
+        return float(np.mean([len(batch.sparse[batch_key][feature_name].values()) for batch in batches])) / BATCH_SIZE
 
     assert lookup_stats.values_per_query["item"] == pytest.approx(lookups_per_query(UNPOOLED, "item"), rel=0.05)
     assert lookup_stats.values_per_query["item.list"] == pytest.approx(lookups_per_query(UNPOOLED, "item.list"), rel=0.05)
@@ -99,10 +99,10 @@ def test_the_hot_row_curve_is_the_share_of_events_of_the_most_frequent_rows() ->
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_softmax_over_the_catalogue_looks_up_the_share_of_the_rank_and_the_batch(world_size: int) -> None:
-    store, loss = skewed_store(is_ordered=True), LossConfig(negatives="all")
+def test_a_softmax_over_the_catalogue_looks_up_the_items_of_the_batch_and_of_the_ranks_share(world_size: int) -> None:
+    store, loss_config = skewed_store(is_ordered=True), LossConfig(negatives="all")
     spec = ModelSpec.sized(TwoTowerConfig(history=MeanHistory(length=5)), num_users=NUM_USERS, num_items=NUM_ITEMS)
-    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=world_size, loss=loss, store=store)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=world_size, loss=loss_config, store=store)
     num_lookups = []
     for rank in range(world_size):
         loader = TrainLoader(
@@ -112,14 +112,14 @@ def test_a_softmax_over_the_catalogue_looks_up_the_share_of_the_rank_and_the_bat
             seed=3,
             catalogue_row_N=catalogue_share(store.train_count_I, rank=rank, world_size=world_size),
         )
-        num_lookups += [len(loader.batch(0, index).item_row_V) for index in range(len(loader) - 1)]
+        num_lookups += [len(loader.batch(0, batch_index).item_row_V) for batch_index in range(len(loader) - 1)]
     assert lookup_stats.values_per_query["item"] == pytest.approx(np.mean(num_lookups) / BATCH_SIZE, rel=0.03)
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
-def test_the_distinct_items_of_a_zipf_law_equal_a_sum_over_all_items(exponent: float) -> None:
+def test_the_number_of_distinct_items_of_a_zipf_law_equals_a_sum_over_all_items(exponent: float) -> None:
     num_items, num_draws, num_negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, num_items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    expected = lookup_probability(count_I, num_draws=num_draws, num_negatives=num_negatives, alpha=0.0).sum()
+    expected_num_distinct = lookup_probability(count_I, num_draws=num_draws, num_negatives=num_negatives, alpha=0.0).sum()
     num_distinct = num_distinct_items(num_items, num_draws=num_draws, num_negatives=num_negatives, exponent=exponent)
-    assert num_distinct == pytest.approx(expected, rel=0.005)
+    assert num_distinct == pytest.approx(expected_num_distinct, rel=0.005)

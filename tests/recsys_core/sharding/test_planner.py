@@ -24,29 +24,29 @@ SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel")
 
 
-def config(*sharding_types: str, **cluster) -> ShardingConfig:
-    """Return a config in which each table may have the given sharding types that it supports, or row_wise if it supports none.
+def sharding_config(*sharding_types: str, **cluster_settings) -> ShardingConfig:
+    """Return a config that restricts each table to the `sharding_types` that it supports.
 
-    If no type is given, there are no constraints.
+    A table that supports none of them is restricted to row_wise. Without `sharding_types`, the planner chooses freely.
     """
     unpooled_types = tuple(name for name in sharding_types if name in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
     constraints = {
-        name: TableConstraint(sharding_types=unpooled_types if table.is_unpooled else sharding_types)
-        for name, table in SPEC.tables.items()
+        table_name: TableConstraint(sharding_types=unpooled_types if table.is_unpooled else sharding_types)
+        for table_name, table in SPEC.tables.items()
         if sharding_types
     }
-    return ShardingConfig(cluster=ClusterConfig(**({"device": "cpu"} | cluster)), tables=constraints)
+    return ShardingConfig(cluster=ClusterConfig(**({"device": "cpu"} | cluster_settings)), tables=constraints)
 
 
-def torchrec_sharding(plan: PlanFile, table: str) -> ParameterSharding:
-    """Return the entry of a table of SPEC in the plan for TorchRec."""
-    collection = f"embedding_tables.{SPEC.tables[table].collection}"
-    return plan.to_torchrec("embedding_tables", spec=SPEC).plan[collection][table]
+def torchrec_sharding(plan: PlanFile, table_name: str) -> ParameterSharding:
+    """Return the sharding of a table of SPEC in the form of TorchRec."""
+    collection = f"embedding_tables.{SPEC.tables[table_name].collection}"
+    return plan.to_torchrec("embedding_tables", spec=SPEC).plan[collection][table_name]
 
 
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 def test_every_sharding_type_can_be_planned_for_a_pooled_table_on_a_cpu(sharding_type):
-    plan = make_plan(config(sharding_type), model=SPEC, batch_size=64)
+    plan = make_plan(sharding_config(sharding_type), model=SPEC, batch_size=64)
     assert plan.tables["user"].sharding_type == sharding_type
     item_sharding_type = sharding_type if sharding_type in UNPOOLED_SHARDING_TYPES else "row_wise"
     assert plan.tables["item"].sharding_type == item_sharding_type
@@ -54,7 +54,7 @@ def test_every_sharding_type_can_be_planned_for_a_pooled_table_on_a_cpu(sharding
 
 @pytest.mark.parametrize("sharding_type", [name for name in SHARDING_TYPES if name != "data_parallel"])
 def test_shards_cover_each_table_exactly_once(sharding_type):
-    plan = make_plan(config(sharding_type, processes_per_node=4), model=SPEC, batch_size=64)
+    plan = make_plan(sharding_config(sharding_type, processes_per_node=4), model=SPEC, batch_size=64)
     for table in plan.tables.values():
         assert sum(shard.size[0] * shard.size[1] for shard in table.shards) == table.rows * table.dim
         assert len({shard.offset for shard in table.shards}) == len(table.shards)
@@ -63,7 +63,9 @@ def test_shards_cover_each_table_exactly_once(sharding_type):
 
 def test_the_plan_of_a_large_cluster_is_made_without_allocating_its_tables():
     huge_spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=10**9, num_items=10**8)
-    plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge_spec, batch_size=8192)
+    plan = make_plan(
+        sharding_config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge_spec, batch_size=8192
+    )
     assert plan.world_size == len(plan.ranks) == 16
     assert sum(rank.hbm_bytes for rank in plan.ranks) > (10**9 + 10**8) * 128 * 4
 
@@ -73,7 +75,9 @@ def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
         TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=19 * 10**9, num_items=10**9
     )
     plan = make_plan(
-        config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100), model=vast_spec, batch_size=64
+        sharding_config(device="cuda", num_nodes=32, processes_per_node=8, hbm_gb=80, ddr_gb=100),
+        model=vast_spec,
+        batch_size=64,
     )
     shards = plan.tables["user"].shards
     assert sum(shard.size[0] for shard in shards) == 19 * 10**9
@@ -86,17 +90,17 @@ def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
 
 
 def test_plan_json_contains_the_whole_plan_and_gives_the_same_plan_to_torchrec(tmp_path):
-    manifest = plan_sharding(config("row_wise"), model=SPEC, batch_size=64, folder=tmp_path / "plan")
+    manifest = plan_sharding(sharding_config("row_wise"), model=SPEC, batch_size=64, folder=tmp_path / "plan")
     assert isinstance(manifest, PlanManifest) and manifest.world_size == 2
     plan = PlanFile.read(manifest.path("plan.json"))
-    assert plan == make_plan(config("row_wise"), model=SPEC, batch_size=64)
+    assert plan == make_plan(sharding_config("row_wise"), model=SPEC, batch_size=64)
     item_sharding = torchrec_sharding(plan, "item")
     assert item_sharding.sharding_type == "row_wise"
     assert [shard.shard_sizes for shard in item_sharding.sharding_spec.shards] == [[250, 64], [250, 64]]
 
 
-def test_a_plan_for_another_world_size_or_model_is_rejected_with_both_numbers():
-    plan = make_plan(config(), model=SPEC, batch_size=64)
+def test_a_plan_for_another_world_size_or_model_is_rejected_and_the_error_has_both_numbers():
+    plan = make_plan(sharding_config(), model=SPEC, batch_size=64)
     with pytest.raises(InputError, match="made for 2 ranks, but 3 ranks were started"):
         plan.check_matches(spec=SPEC, world_size=3)
     with pytest.raises(InputError, match=r"\(500, 64\).*\(501, 64\)"):
@@ -106,12 +110,12 @@ def test_a_plan_for_another_world_size_or_model_is_rejected_with_both_numbers():
 
 
 def test_a_plan_for_another_optimizer_and_a_plan_that_was_edited_are_rejected():
-    spec = with_optimizer(SPEC, TableOptimizer(kind="sgd"))
-    plan = make_plan(config(), model=spec, batch_size=64)
-    plan.check_matches(spec=spec, world_size=2)
+    sgd_spec = with_optimizer(SPEC, TableOptimizer(kind="sgd"))
+    plan = make_plan(sharding_config(), model=sgd_spec, batch_size=64)
+    plan.check_matches(spec=sgd_spec, world_size=2)
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=with_optimizer(SPEC, TableOptimizer(kind="adagrad")), world_size=2)
-    spec_with_user_optimizer = ModelSpec.sized(
+    spec_with_adagrad_users = ModelSpec.sized(
         SPEC.config,
         num_users=1000,
         num_items=500,
@@ -119,27 +123,27 @@ def test_a_plan_for_another_optimizer_and_a_plan_that_was_edited_are_rejected():
         optimizer=TableOptimizer(kind="sgd"),
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
-        plan.check_matches(spec=spec_with_user_optimizer, world_size=2)
+        plan.check_matches(spec=spec_with_adagrad_users, world_size=2)
     edited_item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
-        plan.model_copy(update={"tables": plan.tables | {"item": edited_item}}).check_matches(spec=spec, world_size=2)
+        plan.model_copy(update={"tables": plan.tables | {"item": edited_item}}).check_matches(spec=sgd_spec, world_size=2)
 
 
 def test_the_order_of_the_sharding_types_does_not_change_the_plan():
-    equal_types = config("column_wise", "table_wise")  # both keep a table of 64 columns in one shard
-    assert make_plan(equal_types, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
-    layout_orders = []
+    config_of_equal_types = sharding_config("column_wise", "table_wise")  # both types keep a table of 64 columns in one shard
+    assert make_plan(config_of_equal_types, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
+    sharding_type_orders = []
     for sharding_types in (SHARDING_TYPES, SHARDING_TYPES[::-1]):
         planner = TorchrecPlanner(
-            config=config(*sharding_types, hbm_gb=80, ddr_gb=16),
+            config=sharding_config(*sharding_types, hbm_gb=80, ddr_gb=16),
             model=SPEC,
             batch_size=64,
             device="cpu",
             processes_per_node=2,
             lookup_stats=None,
         )
-        layout_orders.append([layout.sharding_type for layout in planner.layouts()["user"]])
-    assert sorted(layout_orders[0]) == sorted(SHARDING_TYPES) and layout_orders[0] == layout_orders[1]
+        sharding_type_orders.append([layout.sharding_type for layout in planner.layouts()["user"]])
+    assert sorted(sharding_type_orders[0]) == sorted(SHARDING_TYPES) and sharding_type_orders[0] == sharding_type_orders[1]
 
 
 def test_a_cached_table_keeps_its_settings_and_an_ssd_table_cannot_be_trained(tmp_path):
@@ -153,18 +157,18 @@ def test_a_cached_table_keeps_its_settings_and_an_ssd_table_cannot_be_trained(tm
         cluster=ClusterConfig(device="cuda", ssd_gb=100, ssd_path="/ssd"),
         tables={"item": TableConstraint(compute_kernels=("key_value",))},
     )
-    table = make_plan(ssd_config, model=SPEC, batch_size=64).tables["item"]
-    assert (table.compute_kernel, table.ssd_path) == ("key_value", "/ssd")
+    ssd_table = make_plan(ssd_config, model=SPEC, batch_size=64).tables["item"]
+    assert (ssd_table.compute_kernel, ssd_table.ssd_path) == ("key_value", "/ssd")
     with pytest.raises(InputError, match=r"sharding.tables.item.compute_kernels: key_value can be planned"):
         plan_sharding(ssd_config, model=SPEC, batch_size=64, folder=tmp_path / "plan")
 
 
 def test_only_device_auto_plans_with_the_memory_of_this_machine() -> None:
     automatic_cluster = with_default_memory(ClusterConfig())
-    limit_gb = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
-    assert automatic_cluster.ddr_gb is not None and limit_gb - 1 < automatic_cluster.ddr_gb <= limit_gb
+    memory_limit_gb = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
+    assert automatic_cluster.ddr_gb is not None and memory_limit_gb - 1 < automatic_cluster.ddr_gb <= memory_limit_gb
     cuda_cluster = with_default_memory(ClusterConfig(device="cuda"))
-    assert (cuda_cluster.hbm_gb, cuda_cluster.ddr_gb) == (80, 16)
+    assert (cuda_cluster.hbm_gb, cuda_cluster.ddr_gb) == (80, 16)  # the documented defaults
     configured_cluster = with_default_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
     assert (configured_cluster.hbm_gb, configured_cluster.ddr_gb) == (40, 3)
     plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), num_users=9, num_items=9), batch_size=1)

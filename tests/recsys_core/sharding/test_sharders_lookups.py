@@ -28,11 +28,11 @@ HISTORIES_BY_CASE = {
     "one rank": ([[], []], [[7, 1], [0]]),
     "none": ([[], []], [[], []]),
 }
-"""The histories of two ranks with two queries each, by the ranks that have history items."""
+"""Histories of two ranks with two queries each. A key names the ranks whose histories have items."""
 
 
 def make_spec() -> ModelSpec:
-    """Return a spec with a table of every kind of lookup and with frozen vectors."""
+    """Return a spec with tables of every kind of lookup, one of which is frozen."""
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
@@ -43,24 +43,24 @@ def make_spec() -> ModelSpec:
     )
 
 
-def loop_output(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Return the output of a table for the users, items or events in `owners`, computed in a loop over the whole table."""
-    dim = spec.tables[table].dim
-    weight_RD, output_BD = torch.empty(spec.tables[table].num_rows, dim), torch.zeros(len(owners), dim)
-    fill_random(LocalShard(0, 0, weight_RD), table=table, dim=dim, seed=SEED, std=0.02)
-    for index, owner in enumerate(owners):
-        rows, weights = values_of(store, table, owner) if table in spec.forms else ([owner], None)
+def loop_output(spec: ModelSpec, table_name: str, store: FeatureStore, owner_rows: list[int]) -> Tensor:
+    """Return the output of a table for some users, items or events, computed with a loop over the rows of the whole table."""
+    dim = spec.tables[table_name].dim
+    weight_RD, output_BD = torch.empty(spec.tables[table_name].num_rows, dim), torch.zeros(len(owner_rows), dim)
+    fill_random(LocalShard(0, 0, weight_RD), table=table_name, dim=dim, seed=SEED, std=0.02)
+    for output_index, owner_row in enumerate(owner_rows):
+        rows, weights = values_of(store, table_name, owner_row) if table_name in spec.forms else ([owner_row], None)
         weights = weights or [1.0] * len(rows)
-        divisor = sum(weights) if "list" in table and rows else 1.0  # lists are averaged
+        divisor = sum(weights) if "list" in table_name and rows else 1.0  # lists are averaged
         for row, weight in zip(rows, weights, strict=True):
-            output_BD[index] += weight * weight_RD[row] / divisor
+            output_BD[output_index] += weight * weight_RD[row] / divisor
     return output_BD
 
 
 def compare_lookups(rank: int, sharding_type: str) -> None:
     """Assert on each rank that the lookups of sharded tables equal the lookups of whole tables."""
     spec, process = make_spec(), cpu_process(rank)
-    sharding = ShardingConfig(
+    sharding_config = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
         tables=dict.fromkeys(spec.tables, TableConstraint(sharding_types=(sharding_type,))),
     )
@@ -69,7 +69,7 @@ def compare_lookups(rank: int, sharding_type: str) -> None:
         loss=LossConfig(num_negatives=0),
         item_count_I=np.ones(NUM_ITEMS, np.int64),
         popularity_rank_by_table={},
-        plan=make_plan(sharding, model=spec, batch_size=4),
+        plan=make_plan(sharding_config, model=spec, batch_size=4),
         process=process,
         config=TrainingConfig(seed=SEED),
     )
@@ -88,10 +88,16 @@ def compare_lookups(rank: int, sharding_type: str) -> None:
         output_by_table = {}
         for side in ("query", "item"):
             output_by_table |= table_outputs(spec, embeddings, batch, side=side)
-        owners = {"user": user_row_B.tolist(), "context": (3 * user_row_B).tolist(), "item": batch.item_row_V.tolist()}
-        for name, output in output_by_table.items():
-            expected_output = loop_output(spec, name, store, owners[name.split(".")[0]])
-            torch.testing.assert_close(output, expected_output, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
+        owner_rows_by_kind = {
+            "user": user_row_B.tolist(),
+            "context": (3 * user_row_B).tolist(),
+            "item": batch.item_row_V.tolist(),
+        }
+        for table_name, output_BD in output_by_table.items():
+            expected_output_BD = loop_output(spec, table_name, store, owner_rows_by_kind[table_name.split(".")[0]])
+            torch.testing.assert_close(
+                output_BD, expected_output_BD, msg=lambda text, place=f"{case}, {table_name}": f"{place}: {text}"
+            )
         assert task.eval().encode_queries(batch).isfinite().all()
 
 

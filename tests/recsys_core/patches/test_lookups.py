@@ -16,9 +16,9 @@ NO_INDEX, ONE_OFFSET = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=t
 
 
 def fused_kernel(*, num_rows: int) -> SplitTableBatchedEmbeddingBagsCodegen:
-    table = (num_rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    table_description = (num_rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
     adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    return SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=adagrad, device=torch.device("cpu"))
+    return SplitTableBatchedEmbeddingBagsCodegen([table_description], optimizer=adagrad, device=torch.device("cpu"))
 
 
 def test_bag_sharder_is_needed() -> None:
@@ -28,8 +28,8 @@ def test_bag_sharder_is_needed() -> None:
 
 def test_dense_lookup_is_needed() -> None:
     kernel = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], pooling_mode=PoolingMode.NONE, use_cpu=True)
-    output = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
-    assert len(output) == 2  # it pools the rows into 2 bags, although PoolingMode.NONE should return 3 rows
+    pooled_rows = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
+    assert len(pooled_rows) == 2  # the sums of 2 bags, although PoolingMode.NONE should return 3 rows
 
 
 def test_empty_shards_are_needed() -> None:

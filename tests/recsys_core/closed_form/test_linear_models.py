@@ -36,17 +36,17 @@ def test_too_little_regularisation_for_items_with_the_same_users_is_rejected() -
 
 
 def test_the_vectors_of_ease_are_the_best_symmetric_approximation_of_its_weights(dense_UI: np.ndarray) -> None:
-    present_UI = np.delete(dense_UI, ITEM_WITHOUT_EVENT, axis=1)
-    weight_II = ease_weights(csr_array(present_UI), l2=3.0).astype(np.float64)
-    inverse_II = np.linalg.inv(present_UI.T.astype(np.float64) @ present_UI + 3.0 * np.eye(NUM_ITEMS - 1))
-    root_I = np.sqrt(np.diag(inverse_II))
-    symmetric_II = weight_II / root_I[:, None] * root_I
-    np.testing.assert_allclose(symmetric_II, symmetric_II.T, atol=1e-5)
-    eigenvalue_I, eigenvector_II = np.linalg.eigh(symmetric_II)
-    vector_ID = ease_vectors(csr_array(present_UI), l2=3.0, dim=6)
-    expected_II = eigenvector_II[:, -6:] * eigenvalue_I[-6:] @ eigenvector_II[:, -6:].T
-    assert eigenvalue_I[-6] > 0  # the six largest eigenvalues are positive, so the product of real vectors can represent them
-    np.testing.assert_allclose(vector_ID @ vector_ID.T, expected_II, atol=1e-4)
+    dense_UV = np.delete(dense_UI, ITEM_WITHOUT_EVENT, axis=1)  # V: items with an event
+    weight_VV = ease_weights(csr_array(dense_UV), l2=3.0).astype(np.float64)
+    inverse_VV = np.linalg.inv(dense_UV.T.astype(np.float64) @ dense_UV + 3.0 * np.eye(NUM_ITEMS - 1))
+    root_V = np.sqrt(np.diag(inverse_VV))
+    symmetric_VV = weight_VV / root_V[:, None] * root_V
+    np.testing.assert_allclose(symmetric_VV, symmetric_VV.T, atol=1e-5)
+    eigenvalue_V, eigenvector_VV = np.linalg.eigh(symmetric_VV)
+    vector_ID = ease_vectors(csr_array(dense_UV), l2=3.0, dim=6)
+    expected_VV = eigenvector_VV[:, -6:] * eigenvalue_V[-6:] @ eigenvector_VV[:, -6:].T
+    assert eigenvalue_V[-6] > 0  # otherwise no real vectors have the product `expected_VV`
+    np.testing.assert_allclose(vector_ID @ vector_ID.T, expected_VV, atol=1e-4)
 
 
 @pytest.mark.parametrize(("user_exponent", "item_exponent"), [(0.5, 0.5), (0.3, 0.0)])
@@ -60,18 +60,19 @@ def test_singular_vectors_equal_a_decomposition_of_the_dense_normalised_matrix(
         np.maximum(dense_UI.sum(axis=axis, keepdims=True), 1) ** exponent
         for axis, exponent in ((1, user_exponent), (0, item_exponent))
     )
-    _, values, vectors = np.linalg.svd(dense_UI / user_scale / item_scale, full_matrices=False)
-    np.testing.assert_allclose(value_D, values[:5], atol=1e-4)
-    np.testing.assert_allclose(vector_ID @ vector_ID.T, vectors[:5].T @ vectors[:5], atol=1e-4)
+    _, expected_values, expected_vectors = np.linalg.svd(dense_UI / user_scale / item_scale, full_matrices=False)
+    np.testing.assert_allclose(value_D, expected_values[:5], atol=1e-4)
+    np.testing.assert_allclose(vector_ID @ vector_ID.T, expected_vectors[:5].T @ expected_vectors[:5], atol=1e-4)
     assert not vector_ID[ITEM_WITHOUT_EVENT].any()
 
 
 def test_users_of_a_large_log_are_sampled_and_their_histories_cut(tmp_path: Path) -> None:
-    train = [[0, 1, 2]] * 20
+    training_items = [[0, 1, 2]] * 20
     store = EventStore.open(
         write_interactions_stage(
-            tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3] * 20] * 20, num_items=4
+            tmp_path / "interactions", train=training_items, validation=[[]] * 20, test=[[3] * 20] * 20, num_items=4
         )
     )
+    # 10 of the 20 users have 30 events together.
     assert log_matrix(store, before="test", max_events=30).toarray().tolist() == [[1, 1, 1, 0]] * 10
     assert log_matrix(store, before="test", max_events=30, max_history=1).toarray().tolist() == [[0, 0, 1, 0]] * 10

@@ -1,4 +1,4 @@
-"""Item vectors from the log: compared with dense computations, independent of held-out events, and errors for bad input."""
+"""Item vectors from the log, compared with dense computations. Reused stages, and errors for bad input."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ NUM_USERS, NUM_ITEMS, COLD_ITEM = 40, 20, 13
 
 def training_events() -> list[list[int]]:
     """Return the item rows of each user, without the cold item."""
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     warm_items = np.delete(np.arange(NUM_ITEMS), COLD_ITEM)
-    return [random.choice(warm_items, random.integers(2, 9), replace=False).tolist() for _ in range(NUM_USERS)]
+    return [rng.choice(warm_items, rng.integers(2, 9), replace=False).tolist() for _ in range(NUM_USERS)]
 
 
 def embed_training_log(
@@ -34,10 +34,14 @@ def embed_training_log(
     validation: Events | None = None,
     test: Events | None = None,
 ) -> LogVectorsManifest:
-    """Embed the items of a log. By default, the held-out events of each user have the cold item."""
-    held_out: Events = [[COLD_ITEM]] * len(train)
+    """Embed the items of a log. By default, the held-out events of each user are events of the cold item."""
+    held_out_events: Events = [[COLD_ITEM]] * len(train)
     interactions = write_interactions_stage(
-        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, num_items=NUM_ITEMS
+        folder / "interactions",
+        train=train,
+        validation=validation or held_out_events,
+        test=test or held_out_events,
+        num_items=NUM_ITEMS,
     )
     return embed_log(config, interactions=interactions, folder=folder / "log_vectors")
 
@@ -79,9 +83,9 @@ def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_even
 def test_ease_vectors_are_computed_from_the_matrix_of_the_training_events(tmp_path: Path) -> None:
     train = training_events()
     vector_VD, vector_row_I = read_vectors(embed_training_log(tmp_path, EaseVectorsConfig(dim=4, l2=2.0), train=train))
-    items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
+    train_items = JaggedArray.from_lengths(np.array([len(user_items) for user_items in train]), np.concatenate(train))
     warm_items = np.flatnonzero(vector_row_I >= 0)
-    expected_VD = ease_vectors(user_item_matrix(items, num_items=NUM_ITEMS)[:, warm_items], l2=2.0, dim=4)
+    expected_VD = ease_vectors(user_item_matrix(train_items, num_items=NUM_ITEMS)[:, warm_items], l2=2.0, dim=4)
     np.testing.assert_allclose(vector_VD[vector_row_I[warm_items]], expected_VD, atol=1e-5)
 
 
@@ -94,15 +98,15 @@ def test_ials_vectors_solve_the_normal_equations(tmp_path: Path) -> None:
     train = training_events()
     manifest = embed_training_log(tmp_path, IalsVectorsConfig(dim=4, l2=0.5, alpha=5.0, iterations=300), train=train)
     vector_VD, vector_row_I = read_vectors(manifest)
-    items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
-    matrix_UV = user_item_matrix(items, num_items=NUM_ITEMS)[:, np.flatnonzero(vector_row_I >= 0)].toarray()
+    train_items = JaggedArray.from_lengths(np.array([len(user_items) for user_items in train]), np.concatenate(train))
+    matrix_UV = user_item_matrix(train_items, num_items=NUM_ITEMS)[:, np.flatnonzero(vector_row_I >= 0)].toarray()
     factor_VD = vector_VD[vector_row_I[vector_row_I >= 0]]
     user_UD = _least_squares(matrix_UV, factor_VD, l2=0.5, alpha=5.0)
     np.testing.assert_allclose(_least_squares(matrix_UV.T, user_UD, l2=0.5, alpha=5.0), factor_VD, rtol=0.02, atol=0.02)
 
 
 def _least_squares(matrix_RC: np.ndarray, factor_CD: np.ndarray, *, l2: float, alpha: float) -> np.ndarray:
-    """Return the factor of each row that minimises its squared errors, in which an entry with events has the weight `alpha`."""
+    """Return, for each row, the factor with the smallest squared error. Entries with events weigh `alpha`, all others 1."""
     weight_RC = np.where(matrix_RC > 0, alpha, 1.0)
     ridge = l2 * np.eye(factor_CD.shape[1])
     return np.stack(
@@ -132,15 +136,13 @@ def test_an_error_about_the_missing_library_of_ials_names_the_extra_that_install
 def test_held_out_events_do_not_change_the_vectors(
     seed: int, config: LogVectorsConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    random, train = np.random.default_rng(seed), training_events()
+    rng, train = np.random.default_rng(seed), training_events()
     validation, test = (
-        [random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in ("validation", "test")
+        [rng.integers(0, NUM_ITEMS, rng.integers(0, 4)).tolist() for _ in train] for _ in ("validation", "test")
     )
-    expected_arrays = read_vectors(embed_training_log(tmp_path_factory.mktemp("first"), config, train=train))
-    arrays = read_vectors(
-        embed_training_log(tmp_path_factory.mktemp("second"), config, train=train, validation=validation, test=test)
-    )
-    for array, expected_array in zip(arrays, expected_arrays, strict=True):
+    expected_manifest = embed_training_log(tmp_path_factory.mktemp("expected"), config, train=train)
+    manifest = embed_training_log(tmp_path_factory.mktemp("changed"), config, train=train, validation=validation, test=test)
+    for array, expected_array in zip(read_vectors(manifest), read_vectors(expected_manifest), strict=True):
         np.testing.assert_array_equal(array, expected_array)
 
 
@@ -166,28 +168,36 @@ def test_a_completed_stage_is_reused_until_a_setting_of_its_vectors_changes(tmp_
     assert embed_log(SpectralVectorsConfig(dim=8), interactions=interactions, folder=folder).dim == 8
 
 
-def test_more_dimensions_than_items_with_events_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"embeddings\.dim is 20, but only 19 items have training events.*at most 16"):
-        embed_training_log(tmp_path, EaseVectorsConfig(dim=20), train=training_events())
+@pytest.mark.parametrize(
+    ("config", "num_users", "message_pattern"),
+    [
+        (
+            EaseVectorsConfig(dim=20),
+            NUM_USERS,
+            r"embeddings\.dim is 20, but only 19 items have training events.*at most 16",
+        ),
+        (SpectralVectorsConfig(dim=8), 6, r"embeddings\.dim is 8, but only 6 users have training events.*at most 4"),
+        (
+            SpectralVectorsConfig(dim=4),
+            4,
+            r"only 4 users have training events, which give at most 3 dimensions; add events, or remove the entry",
+        ),
+    ],
+    ids=["too few items", "too few users", "too few users for any width"],
+)
+def test_more_dimensions_than_items_or_users_with_events_are_rejected(
+    config: LogVectorsConfig, num_users: int, message_pattern: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message_pattern):
+        embed_training_log(tmp_path, config, train=training_events()[:num_users])
     assert not (tmp_path / "log_vectors").exists()
 
 
-def test_more_dimensions_than_users_with_events_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"embeddings\.dim is 8, but only 6 users have training events.*at most 4"):
-        embed_training_log(tmp_path, SpectralVectorsConfig(dim=8), train=training_events()[:6])
-
-
-def test_with_too_few_users_for_any_width_the_error_advises_more_events(tmp_path: Path) -> None:
-    message = r"only 4 users have training events, which give at most 3 dimensions; add events, or remove the entry"
-    with pytest.raises(InputError, match=message):
-        embed_training_log(tmp_path, SpectralVectorsConfig(dim=4), train=training_events()[:4])
-
-
 def test_an_error_about_a_matrix_above_the_memory_limit_explains_its_size(tmp_path: Path) -> None:
-    message = (
+    message_pattern = (
         r"memory_gb is 1e-06, but method ease needs 4.33e-06 GB \(three matrices of 19 x 19 items\).*set method to spectral"
     )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message_pattern):
         embed_training_log(tmp_path, EaseVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
     with pytest.raises(
         InputError, match=r"method spectral needs .* 9 vectors of 19 items\); raise memory_gb, or lower embeddings.dim"

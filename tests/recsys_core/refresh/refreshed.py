@@ -23,13 +23,13 @@ def refresh_small(
     *,
     package_folder: Path | None = None,
     inputs: InputConfig | None = None,
-    **limits: float,
+    **refresh_settings: float,
 ) -> Refreshed | None:
-    """Refresh the package of `parent`, or the package in `package_folder`, into the new folder `folder`."""
+    """Refresh the package in `package_folder`, by default the package of `parent`, into the new folder `folder`."""
     package_folder = package_folder or parent.package_folder
     folder.mkdir()
     return refresh(
-        RefreshConfig(**limits),
+        RefreshConfig(**refresh_settings),
         inputs or parent.inputs,
         parent_folder=package_folder,
         sha256=record_file(package_folder / DESCRIPTION_NAME).sha256,
@@ -38,17 +38,20 @@ def refresh_small(
 
 
 def package_folder_of(refresh_result: Refreshed | None) -> Path:
-    """Return the folder of the refreshed package, which must exist."""
+    """Return the package folder of a refresh that wrote a package."""
     assert refresh_result is not None
     return refresh_result.package.folder / "package"
 
 
-def vector_bytes_by_id(folder: Path) -> dict[Any, bytes]:
+def vector_bytes_by_id(package_folder: Path) -> dict[Any, bytes]:
     """Return the bytes of each item's vector in a package, for comparisons bit by bit."""
-    return {item_id: vector.tobytes() for item_id, vector in vector_by_id(folder).items()}
+    return {item_id: vector.tobytes() for item_id, vector in vector_by_id(package_folder).items()}
 
 
-def vector_by_id(folder: Path) -> dict[Any, np.ndarray]:
+def vector_by_id(package_folder: Path) -> dict[Any, np.ndarray]:
     """Return the vector of each item in a package."""
-    items = pq.read_table(folder / "items.parquet").to_pydict()
-    return {item_id: np.array(vector, np.float32) for item_id, vector in zip(items["item_id"], items["vector"], strict=True)}
+    item_columns = pq.read_table(package_folder / "items.parquet").to_pydict()
+    return {
+        item_id: np.array(vector, np.float32)
+        for item_id, vector in zip(item_columns["item_id"], item_columns["vector"], strict=True)
+    }

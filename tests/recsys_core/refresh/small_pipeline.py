@@ -57,7 +57,7 @@ FEATURES = (
 def write_vectors(
     folder: Path, ids: Iterable[int], *, dim: int = VECTOR_DIM, seed_by_id: Mapping[int, int] | None = None
 ) -> None:
-    """Write vectors.parquet. The seed of each random vector is the item id, or its seed in `seed_by_id`."""
+    """Write random vectors to vectors.parquet. The seed of an item's vector is its id, or the seed in `seed_by_id`."""
     id_list = list(ids)
     seeds = [(seed_by_id or {}).get(item_id, item_id) for item_id in id_list]
     vectors = [np.random.default_rng(seed).normal(size=dim).astype(np.float32) for seed in seeds]
@@ -79,22 +79,25 @@ def write_items(folder: Path, ids: Iterable[int], **changed_columns: dict[int, A
     }
     for name, value_by_id in changed_columns.items():
         columns[name] = [value_by_id.get(item_id, value) for item_id, value in zip(id_list, columns[name], strict=True)]
-    arrays = {name: pa.array(values, pa.list_(pa.string()) if name == "tags" else None) for name, values in columns.items()}
-    pq.write_table(pa.table(arrays), folder / "items.parquet")
+    array_by_name = {
+        name: pa.array(column_values, pa.list_(pa.string()) if name == "tags" else None)
+        for name, column_values in columns.items()
+    }
+    pq.write_table(pa.table(array_by_name), folder / "items.parquet")
 
 
 def inputs_of(
     folder: Path, *, has_vectors: bool = True, features: Sequence[dict[str, Any]] | None = FEATURES, shards: int = 1
 ) -> InputConfig:
     """Return the input settings for the files in `folder`. features: features of items; None for no table of items."""
-    items = {
+    items_settings = {
         "paths": str(folder / "items.parquet"),
         "id_column": "item_id",
         "title_column": "title",
         "filter_columns": ["genre", "in_stock"],
         "features": features,
     }
-    vectors = EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="vector")
+    vectors_config = EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="vector")
     return InputConfig(
         InteractionsConfig.model_validate(
             {
@@ -104,8 +107,8 @@ def inputs_of(
                 "shards": shards,
             }
         ),
-        (vectors,) if has_vectors else (),
-        None if features is None else FeaturesConfig.model_validate({"items": items}),
+        (vectors_config,) if has_vectors else (),
+        None if features is None else FeaturesConfig.model_validate({"items": items_settings}),
         None,
     )
 
@@ -145,23 +148,23 @@ def build_pipeline(
         package: settings of the package.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(1)
-    histories = [random.choice(EVENT_ITEMS, length, replace=False) for length in random.integers(4, 20, NUM_USERS)]
-    log = {
+    rng = np.random.default_rng(1)
+    histories = [rng.choice(EVENT_ITEMS, length, replace=False) for length in rng.integers(4, 20, NUM_USERS)]
+    log_columns = {
         "user_id": [f"user-{user}" for user, history in enumerate(histories) for _ in history],
         "item_id": np.concatenate(histories),
         "position": np.concatenate([np.arange(len(history)) for history in histories]),
     }
-    pq.write_table(pa.table(log), folder / "log.parquet")
+    pq.write_table(pa.table(log_columns), folder / "log.parquet")
     write_vectors(folder, ITEMS)
     write_items(folder, ITEMS)
     inputs = inputs_of(folder, has_vectors=has_vectors, features=features, shards=shards)
     dataset = _ingest(inputs, folder)
-    tables = {"item": TableConfig(transfer=transfer)} if has_vectors else {}  # type: ignore[arg-type]
-    spec = ModelSpec.of(TwoTowerConfig.model_validate({**MODEL, **(model or {})}), dataset=dataset, tables=tables)
+    config_by_table = {"item": TableConfig(transfer=transfer)} if has_vectors else {}  # type: ignore[arg-type]
+    spec = ModelSpec.of(TwoTowerConfig.model_validate({**MODEL, **(model or {})}), dataset=dataset, tables=config_by_table)
     task = _make_task(spec, dataset)
     export = _write_export(task, dataset, folder / "export")
-    manifest = build_package(
+    package_manifest = build_package(
         PackageConfig(**package),
         export=export,
         index=build_indexes(
@@ -173,7 +176,7 @@ def build_pipeline(
         evaluation=evaluate(EvaluationConfig(), export=export, dataset=dataset, folder=folder / "evaluation"),
         folder=folder / "package",
     )
-    return SmallPipeline(folder, inputs, manifest, task, dataset)
+    return SmallPipeline(folder, inputs, package_manifest, task, dataset)
 
 
 def _ingest(inputs: InputConfig, folder: Path) -> Dataset:
@@ -190,7 +193,7 @@ def _ingest(inputs: InputConfig, folder: Path) -> Dataset:
 
 
 def _make_task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
-    """Return a task with random weights, whose table `item` has the pretrained vectors, if there are some."""
+    """Return a task with random weights. Its table `item` has the pretrained vectors if the dataset has any."""
     torch.manual_seed(0)
     store = EventStore.open(dataset.interactions)
     head = RetrievalHead(
@@ -201,17 +204,17 @@ def _make_task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
     for parameter in (*task.embedding_tables.parameters(), *head.parameters()):
         nn.init.normal_(parameter, std=0.5)
     if dataset.embeddings is not None:
-        vector_row_I, weight = store.vector_rows("item"), _table_weight(task, "item")
+        vector_row_I, item_weight_ID = store.vector_rows("item"), _table_weight(task, "item")
         assert vector_row_I is not None
         vector_ID = torch.from_numpy(np.load(dataset.embeddings.vectors_path("item"))[vector_row_I])
         with torch.no_grad():
             norm = random_norm(spec.tables["item"].settings.init_std, VECTOR_DIM)
-            weight.copy_(scale_to_norm(vector_ID, norm=norm).tile(1, spec.config.num_members))
+            item_weight_ID.copy_(scale_to_norm(vector_ID, norm=norm).tile(1, spec.config.num_members))
     return task.eval()
 
 
-def _table_weight(task: RetrievalTask, table: str) -> torch.Tensor:
-    return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table))
+def _table_weight(task: RetrievalTask, table_name: str) -> torch.Tensor:
+    return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table_name))
 
 
 def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
@@ -231,7 +234,7 @@ def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
         item_vectors=vector_ID,
         queries={"validation": ([], query_BD[:0]), "test": (user_U.tolist(), query_BD)},
         spec=spec,
-        tables={name: _table_weight(task, name).detach().numpy() for name in spec.tables},
+        tables={table_name: _table_weight(task, table_name).detach().numpy() for table_name in spec.tables},
         history_items=history_ID,
         dense=task.head.state_dict(),
         spectral_block_store=None if spec.config.spectral_block is None else store,

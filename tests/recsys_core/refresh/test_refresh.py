@@ -37,16 +37,16 @@ def test_items_that_come_back_get_the_vectors_of_the_trained_tower(
 ) -> None:
     trained_vectors = vector_by_id(parent.package_folder)
     write_tables(REMAINING_IDS)
-    smaller_package = package_folder_of(refresh_small(parent, tmp_path / "without"))
-    assert not {*REMOVED_IDS} & {*vector_bytes_by_id(smaller_package)}
+    smaller_package_folder = package_folder_of(refresh_small(parent, tmp_path / "without"))
+    assert not {*REMOVED_IDS} & {*vector_bytes_by_id(smaller_package_folder)}
     write_tables(reversed(ITEMS))
-    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=smaller_package)
-    folder = package_folder_of(refresh_result)
+    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=smaller_package_folder)
+    refreshed_folder = package_folder_of(refresh_result)
     assert refresh_result is not None and refresh_result.changes.counts == {"added": 20, "removed": 0, "changed": 0}
     assert refresh_result.problems == ()
     for item_id in REMOVED_IDS:
-        np.testing.assert_allclose(vector_by_id(folder)[item_id], trained_vectors[item_id], atol=1e-5)
-    assert list(vector_bytes_by_id(folder))[-20:] == list(REMOVED_IDS)
+        np.testing.assert_allclose(vector_by_id(refreshed_folder)[item_id], trained_vectors[item_id], atol=1e-5)
+    assert list(vector_bytes_by_id(refreshed_folder))[-20:] == list(REMOVED_IDS)
 
 
 def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) -> None:
@@ -54,38 +54,41 @@ def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) 
     trained_vectors = vector_by_id(parent.package_folder)
     write_vectors(parent.input_folder, REMAINING_IDS)
     write_items(parent.input_folder, REMAINING_IDS)
-    smaller_package = package_folder_of(refresh_small(parent, tmp_path / "without"))
+    smaller_package_folder = package_folder_of(refresh_small(parent, tmp_path / "without"))
     write_vectors(parent.input_folder, ITEMS)
     write_items(parent.input_folder, ITEMS)
-    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=smaller_package)
+    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=smaller_package_folder)
     assert refresh_result is not None and refresh_result.changes.counts == {"added": 20, "removed": 0, "changed": 0}
-    vectors = vector_by_id(package_folder_of(refresh_result))
+    refreshed_vectors = vector_by_id(package_folder_of(refresh_result))
     for item_id in REMOVED_IDS:
-        assert len(vectors[item_id]) == 2 * 8
-        np.testing.assert_allclose(vectors[item_id], trained_vectors[item_id], atol=1e-5)
+        assert len(refreshed_vectors[item_id]) == 2 * 8  # two members of width 8
+        np.testing.assert_allclose(refreshed_vectors[item_id], trained_vectors[item_id], atol=1e-5)
 
 
 @pytest.mark.parametrize("output_dim", [None, 12])
 def test_the_spectral_block_of_a_new_item_is_zero(output_dim: int | None, tmp_path: Path) -> None:
-    spectral_block = {"dim": 8, "weights": [0.5], "output_dim": output_dim}
-    parent = build_pipeline(tmp_path / "parent", model={"spectral_block": spectral_block}, quantization="fp32")
+    block_settings = {"dim": 8, "weights": [0.5], "output_dim": output_dim}
+    parent = build_pipeline(tmp_path / "parent", model={"spectral_block": block_settings}, quantization="fp32")
     write_vectors(parent.input_folder, [*REMAINING_IDS, 1300])
     write_items(parent.input_folder, [*REMAINING_IDS, 1300])
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == ()
-    folder = package_folder_of(refresh_result)
-    old_retriever, new_retriever = (Retriever.load(path) for path in (parent.package_folder, folder))
-    new_vector, vector_without_events = vector_by_id(folder)[1300], vector_by_id(parent.package_folder)[ITEMS[-1]]
-    assert len(new_vector) == len(vector_without_events) == (output_dim or 16)
+    refreshed_folder = package_folder_of(refresh_result)
+    old_retriever, new_retriever = (
+        Retriever.load(package_folder) for package_folder in (parent.package_folder, refreshed_folder)
+    )
+    new_vector, vector_without_events = vector_by_id(refreshed_folder)[1300], vector_by_id(parent.package_folder)[ITEMS[-1]]
+    assert len(new_vector) == len(vector_without_events) == (output_dim or 8 + 8)  # the width of the tower and of the block
     if output_dim is None:
         assert not new_vector[8:].any() and not vector_without_events[8:].any()
-    old_block, new_block = (
-        load_file(path / "tower.safetensors")["tables.spectral_block.weight"] for path in (parent.package_folder, folder)
+    old_block_weights, new_block_weights = (
+        load_file(package_folder / "tower.safetensors")["tables.spectral_block.weight"]
+        for package_folder in (parent.package_folder, refreshed_folder)
     )
     rows_of_remaining_items = [
-        list(vector_by_id(parent.package_folder)).index(item_id) for item_id in list(vector_by_id(folder))[:-1]
+        list(vector_by_id(parent.package_folder)).index(item_id) for item_id in list(vector_by_id(refreshed_folder))[:-1]
     ]
-    assert torch.equal(new_block, torch.cat([old_block[rows_of_remaining_items], torch.zeros(1, 8)]))
+    assert torch.equal(new_block_weights, torch.cat([old_block_weights[rows_of_remaining_items], torch.zeros(1, 8)]))
     (old_answer,), (new_answer,) = (
         retriever.recommend(["new"], k=300, histories=[REMAINING_IDS[:6]]) for retriever in (old_retriever, new_retriever)
     )
@@ -100,27 +103,34 @@ def test_the_vectors_of_other_items_and_the_space_id_stay_the_same(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables([*range(1300, 1310), *REMAINING_IDS])
-    folder = package_folder_of(refresh_small(parent, tmp_path / "new"))
-    old_bytes_by_id, new_bytes_by_id = vector_bytes_by_id(parent.package_folder), vector_bytes_by_id(folder)
+    refreshed_folder = package_folder_of(refresh_small(parent, tmp_path / "new"))
+    old_bytes_by_id, new_bytes_by_id = vector_bytes_by_id(parent.package_folder), vector_bytes_by_id(refreshed_folder)
     assert all(new_bytes_by_id[item_id] == old_bytes_by_id[item_id] for item_id in REMAINING_IDS)
     assert {*new_bytes_by_id} == {*REMAINING_IDS, *range(1300, 1310)}
-    old_retriever, new_retriever = (Retriever.load(path) for path in (parent.package_folder, folder))
-    assert new_retriever.space_id == old_retriever.space_id and new_retriever.package.max_k == len(new_bytes_by_id)
-    old_code, new_code = (
-        load_file(path / "tower.safetensors")["tables.history.code"] for path in (parent.package_folder, folder)
+    old_retriever, new_retriever = (
+        Retriever.load(package_folder) for package_folder in (parent.package_folder, refreshed_folder)
     )
-    rows = old_retriever.item_ids.rows(list(new_bytes_by_id)[:-10])
-    assert np.array_equal(new_code[:-10].numpy(), old_code[rows].numpy())
-    assert len(new_code) == len(new_bytes_by_id)
+    assert new_retriever.space_id == old_retriever.space_id and new_retriever.package.max_k == len(new_bytes_by_id)
+    old_history_codes, new_history_codes = (
+        load_file(package_folder / "tower.safetensors")["tables.history.code"]
+        for package_folder in (parent.package_folder, refreshed_folder)
+    )
+    old_rows = old_retriever.item_ids.rows(list(new_bytes_by_id)[:-10])
+    assert np.array_equal(new_history_codes[:-10].numpy(), old_history_codes[old_rows].numpy())
+    assert len(new_history_codes) == len(new_bytes_by_id)
 
 
-@pytest.mark.parametrize("index", ["hnsw", "ivf_flat"])
-def test_the_vectors_in_the_index_stay_the_same_although_the_item_table_has_rounded_vectors(index: str, tmp_path: Path) -> None:
-    def indexed_vectors(folder: Path) -> np.ndarray:
-        faiss_index = map_index([folder / "index.faiss"])
-        return (stored_vectors(faiss_index) or decoded_vectors(faiss_index)).take(Retriever.load(folder).item_ids.rows(ITEMS))
+@pytest.mark.parametrize("index_kind", ["hnsw", "ivf_flat"])
+def test_the_vectors_in_the_index_stay_the_same_although_the_item_table_has_rounded_vectors(
+    index_kind: str, tmp_path: Path
+) -> None:
+    def indexed_vectors(package_folder: Path) -> np.ndarray:
+        faiss_index = map_index([package_folder / "index.faiss"])
+        return (stored_vectors(faiss_index) or decoded_vectors(faiss_index)).take(
+            Retriever.load(package_folder).item_ids.rows(ITEMS)
+        )
 
-    parent = build_pipeline(tmp_path / "parent", index=index, item_vectors="fp16")
+    parent = build_pipeline(tmp_path / "parent", index=index_kind, item_vectors="fp16")
     write_vectors(parent.input_folder, [*ITEMS, 1300])
     write_items(parent.input_folder, [*ITEMS, 1300])
     refresh_result = refresh_small(parent, tmp_path / "new")
@@ -135,9 +145,10 @@ def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path)
     write_items(parent.input_folder, [*ITEMS, 1300])
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == ()
-    vectors = vector_by_id(package_folder_of(refresh_result))
-    assert len(vectors[1300]) == 9 and vectors[1300][-1] == vectors[1299][-1] == 0
-    assert np.linalg.norm(vectors[1300]) == pytest.approx(1)
+    refreshed_vectors = vector_by_id(package_folder_of(refresh_result))
+    # A vector has 8 numbers of the tower, then the popularity.
+    assert len(refreshed_vectors[1300]) == 9 and refreshed_vectors[1300][-1] == refreshed_vectors[1299][-1] == 0
+    assert np.linalg.norm(refreshed_vectors[1300]) == pytest.approx(1)
 
 
 def test_a_refreshed_index_has_the_shards_of_its_parent(tmp_path: Path) -> None:
@@ -171,18 +182,20 @@ def test_removed_items_are_never_recommended_and_leave_the_histories(
     answers = new_retriever.recommend([*users, "unknown"], k=1_000, exclude_seen=False)
     assert not {*REMOVED_IDS} & {item_id for answer in answers for item_id in answer.item_ids}
     assert {len(answer.item_ids) for answer in answers} == {len(REMAINING_IDS)}
-    seen_before, seen_after = (
+    old_seen_ids, new_seen_ids = (
         [{*REMAINING_IDS} - {*answer.item_ids} for answer in retriever.recommend(users, k=1_000)]
         for retriever in (old_retriever, new_retriever)
     )
-    assert seen_before == seen_after and any(seen_after)
-    popular_before, popular_after = (
+    assert old_seen_ids == new_seen_ids and any(new_seen_ids)
+    old_popularity_answer, new_popularity_answer = (
         retriever.recommend(["unknown"], k=1_000)[0] for retriever in (old_retriever, new_retriever)
     )
     expected_pairs = [
-        pair for pair in zip(popular_before.item_ids, popular_before.scores, strict=True) if pair[0] not in REMOVED_IDS
+        (item_id, score)
+        for item_id, score in zip(old_popularity_answer.item_ids, old_popularity_answer.scores, strict=True)
+        if item_id not in REMOVED_IDS
     ]
-    assert list(zip(popular_after.item_ids, popular_after.scores, strict=True)) == expected_pairs
+    assert list(zip(new_popularity_answer.item_ids, new_popularity_answer.scores, strict=True)) == expected_pairs
     (answer,) = new_retriever.recommend(histories=[[1001, 1002, REMOVED_IDS[10]]], k=3)
     assert answer.num_unknown_items == 1
 
@@ -192,8 +205,8 @@ def test_new_items_are_recommended_filtered_and_read_in_histories(
 ) -> None:
     write_tables(range(1000, 1320))
     new_retriever = Retriever.load(package_folder_of(refresh_small(parent, tmp_path / "new")))
-    is_jazz: Filter = {"genre": "jazz"}
-    answer = new_retriever.recommend(histories=[[1310, 1315]], k=400, filter=is_jazz)[0]
+    jazz_filter: Filter = {"genre": "jazz"}
+    answer = new_retriever.recommend(histories=[[1310, 1315]], k=400, filter=jazz_filter)[0]
     assert {1302, 1306} <= {*answer.item_ids} and answer.fallback == "history" and answer.num_unknown_items == 0
     assert new_retriever.similar([1310], k=5)[0].item_ids
     popularity_answer = new_retriever.recommend(["unknown"], k=320)[0]
@@ -214,9 +227,9 @@ def test_titles_and_filter_columns_are_updated(parent: SmallPipeline, write_tabl
     write_tables(ITEMS, title={1003: "new title"}, in_stock={1014: True, 1013: False}, genre={1016: "unseen"})
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.changes.counts == {"added": 0, "removed": 0, "changed": 4}
-    folder = package_folder_of(refresh_result)
-    assert vector_bytes_by_id(folder) == vector_bytes_by_id(parent.package_folder)
-    new_retriever = Retriever.load(folder)
+    refreshed_folder = package_folder_of(refresh_result)
+    assert vector_bytes_by_id(refreshed_folder) == vector_bytes_by_id(parent.package_folder)
+    new_retriever = Retriever.load(refreshed_folder)
     assert new_retriever.items.titles(new_retriever.item_ids.rows([1003, 1004])) == ["new title", "item 1004"]
     assert 1013 not in new_retriever.recommend(["unknown"], k=400, filter={"in_stock": True})[0].item_ids
     assert new_retriever.recommend(["unknown"], filter={"genre": "unseen"})[0].item_ids == [1016]
@@ -225,13 +238,13 @@ def test_titles_and_filter_columns_are_updated(parent: SmallPipeline, write_tabl
 def test_two_items_that_differ_only_in_unknown_feature_values_get_the_same_vector(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
-    tags = {1301: ["tag 1", "tag 99"], 1302: ["tag 1", "tag 98"]}
+    tags_by_id = {1301: ["tag 1", "tag 99"], 1302: ["tag 1", "tag 98"]}
     equal_columns = {"price": {1301: 7.0, 1302: 7.0}, "brand": {1301: "brand 1", 1302: "brand 1"}}
-    write_tables(range(1000, 1303), genre={1301: "polka", 1302: "waltz"}, tags=tags, **equal_columns)
+    write_tables(range(1000, 1303), genre={1301: "polka", 1302: "waltz"}, tags=tags_by_id, **equal_columns)
     write_vectors(parent.input_folder, range(1000, 1303), seed_by_id={1301: 5, 1302: 5})
-    vectors = vector_by_id(package_folder_of(refresh_small(parent, tmp_path / "new")))
-    assert np.array_equal(vectors[1301], vectors[1302])
-    assert not np.allclose(vectors[1301], vectors[1300])
+    refreshed_vectors = vector_by_id(package_folder_of(refresh_small(parent, tmp_path / "new")))
+    assert np.array_equal(refreshed_vectors[1301], refreshed_vectors[1302])
+    assert not np.allclose(refreshed_vectors[1301], refreshed_vectors[1300])
 
 
 def test_tables_in_another_order_give_no_new_package(parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path) -> None:
@@ -258,7 +271,7 @@ def test_an_error_about_the_format_of_the_parent_package_names_both_formats(pare
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("input_settings", "message"),
     [
         ({"has_vectors": False}, "the served model was trained with vectors of items, but the config has none"),
         ({"features": None}, "the served model reads ['item.genre', 'item.tags'"),
@@ -269,18 +282,18 @@ def test_an_error_about_the_format_of_the_parent_package_names_both_formats(pare
     ids=["no vectors", "no table", "no feature", "another definition", "another length"],
 )
 def test_a_config_that_does_not_fit_the_model_is_rejected(
-    parent: SmallPipeline, tmp_path: Path, settings: dict[str, Any], message: str
+    parent: SmallPipeline, tmp_path: Path, input_settings: dict[str, Any], message: str
 ) -> None:
     with raises_input_error(message):
-        refresh_small(parent, tmp_path / "new", inputs=inputs_of(parent.input_folder, **settings))
+        refresh_small(parent, tmp_path / "new", inputs=inputs_of(parent.input_folder, **input_settings))
 
 
 def test_a_feature_that_the_model_does_not_read_is_ignored(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(range(1000, 1301))
-    inputs = inputs_of(parent.input_folder, features=({"name": "stock", "column": "in_stock"}, *FEATURES))
-    refresh_result = refresh_small(parent, tmp_path / "new", inputs=inputs)
+    inputs_with_unread_feature = inputs_of(parent.input_folder, features=({"name": "stock", "column": "in_stock"}, *FEATURES))
+    refresh_result = refresh_small(parent, tmp_path / "new", inputs=inputs_with_unread_feature)
     assert refresh_result is not None and refresh_result.changes.counts["added"] == 1
 
 
@@ -293,12 +306,12 @@ def test_vectors_of_another_width_or_with_a_projection_are_rejected(
         "vectors.parquet: the vectors have 16 numbers, but the served model was trained with vectors of 12"
     ):
         refresh_small(parent, tmp_path / "wide")
-    (vectors,) = parent.inputs.embeddings
-    inputs = InputConfig(
-        parent.inputs.interactions, (vectors.model_copy(update={"pca_dim": 12}),), parent.inputs.features, None
+    (vectors_config,) = parent.inputs.embeddings
+    inputs_with_projection = InputConfig(
+        parent.inputs.interactions, (vectors_config.model_copy(update={"pca_dim": 12}),), parent.inputs.features, None
     )
     with raises_input_error("embeddings.pca_dim: a refresh is not possible with a projection"):
-        refresh_small(parent, tmp_path / "projected", inputs=inputs)
+        refresh_small(parent, tmp_path / "projected", inputs=inputs_with_projection)
 
 
 @pytest.mark.parametrize(
@@ -319,15 +332,15 @@ def test_the_refreshed_package_of_every_kind_of_model_passes_its_checks(
     tmp_path: Path, pipeline_settings: dict[str, Any]
 ) -> None:
     parent = build_pipeline(tmp_path / "files", **pipeline_settings)
-    old_ids = {*vector_bytes_by_id(parent.package_folder)}
-    removed_ids = sorted(old_ids)[:5]
-    ids = [*(item_id for item_id in ITEMS if item_id not in removed_ids), *range(1300, 1320)]
-    write_vectors(tmp_path / "files", ids)
-    write_items(tmp_path / "files", ids)
+    parent_ids = {*vector_bytes_by_id(parent.package_folder)}
+    removed_ids = sorted(parent_ids)[:5]
+    current_ids = [*(item_id for item_id in ITEMS if item_id not in removed_ids), *range(1300, 1320)]
+    write_vectors(tmp_path / "files", current_ids)
+    write_items(tmp_path / "files", current_ids)
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == (), refresh_result
     new_bytes_by_id = vector_bytes_by_id(package_folder_of(refresh_result))
-    assert {*new_bytes_by_id} == {*ids}
+    assert {*new_bytes_by_id} == {*current_ids}
     old_bytes_by_id = vector_bytes_by_id(parent.package_folder)
-    assert all(new_bytes_by_id[item_id] == old_bytes_by_id[item_id] for item_id in old_ids - {*removed_ids})
+    assert all(new_bytes_by_id[item_id] == old_bytes_by_id[item_id] for item_id in parent_ids - {*removed_ids})
     assert refresh_small(parent, tmp_path / "again", package_folder=package_folder_of(refresh_result)) is None

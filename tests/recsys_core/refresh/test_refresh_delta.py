@@ -23,17 +23,17 @@ def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_items(
     assert delta.column_names == ["operation", "item_id", "title", "genre", "in_stock", "vector"]
     assert delta.schema.field("vector").type == pa.list_(pa.float32())
     assert delta.schema.metadata[b"space_id"].decode() == space_id_of(package_folder_of(refresh_result))
-    items = row_by_id(parent.package_folder / "items.parquet")
+    row_after_delta_by_id = row_by_id(parent.package_folder / "items.parquet")
     ids_by_operation: dict[str, list[int]] = {"upsert": [], "delete": []}
     for row in delta.to_pylist():
         operation = row.pop("operation")
         ids_by_operation[operation].append(row["item_id"])
         if operation == "delete":
-            assert {name for name, value in row.items() if value is not None} == {"item_id"}
-            del items[row["item_id"]]
+            assert {column for column, column_value in row.items() if column_value is not None} == {"item_id"}
+            del row_after_delta_by_id[row["item_id"]]
         else:
-            items[row["item_id"]] = row
-    assert items == row_by_id(package_folder_of(refresh_result) / "items.parquet")
+            row_after_delta_by_id[row["item_id"]] = row
+    assert row_after_delta_by_id == row_by_id(package_folder_of(refresh_result) / "items.parquet")
     assert {*ids_by_operation["upsert"]} == {1100, 1101, 1102, *range(1300, 1310)}
     assert {*ids_by_operation["delete"]} == {*range(1000, 1004)}
 
@@ -46,6 +46,6 @@ def test_a_delta_may_have_only_deletes(parent: SmallPipeline, write_tables: Tabl
     assert delta["operation"].to_pylist() == ["delete"] * 4 and delta["vector"].null_count == 4
 
 
-def space_id_of(folder: Path) -> str:
-    metadata: dict[bytes, bytes] = pq.read_schema(folder / "items.parquet").metadata
+def space_id_of(package_folder: Path) -> str:
+    metadata: dict[bytes, bytes] = pq.read_schema(package_folder / "items.parquet").metadata
     return metadata[b"space_id"].decode()

@@ -12,7 +12,7 @@ OPQ_PQ = Candidate("opq_pq", 0.8, 0.05, 40)
 
 
 @pytest.mark.parametrize(
-    ("num_items", "kinds"),
+    ("num_items", "expected_kinds"),
     [
         (2, ["flat", "hnsw"]),
         (50_000, ["flat", "hnsw"]),
@@ -20,8 +20,8 @@ OPQ_PQ = Candidate("opq_pq", 0.8, 0.05, 40)
         (5_000_001, ["flat", "ivf_flat", "ivf_sq8", "pq_fastscan"]),
     ],
 )
-def test_the_candidates_depend_on_the_number_of_items(num_items: int, kinds: list[str]) -> None:
-    assert [kind.kind for kind in Auto().candidates(num_items=num_items, dim=64)] == kinds
+def test_the_candidates_depend_on_the_number_of_items(num_items: int, expected_kinds: list[str]) -> None:
+    assert [kind.kind for kind in Auto().candidates(num_items=num_items, dim=64)] == expected_kinds
 
 
 @pytest.mark.parametrize("dim", [1, 7, 48, 50, 64, 96, 768])
@@ -48,7 +48,7 @@ def test_with_less_memory_only_more_compressed_kinds_remain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recall_target", "max_bytes", "kind", "reaches_target"),
+    ("recall_target", "max_bytes", "expected_kind", "reaches_target"),
     [
         (0.95, None, "hnsw", True),
         (0.99, None, "flat", True),
@@ -58,12 +58,12 @@ def test_with_less_memory_only_more_compressed_kinds_remain() -> None:
     ],
 )
 def test_the_fastest_kind_that_reaches_the_target_within_the_memory_is_chosen(
-    recall_target: float, max_bytes: int | None, kind: str, reaches_target: bool
+    recall_target: float, max_bytes: int | None, expected_kind: str, reaches_target: bool
 ) -> None:
     choice = choose_kind((FLAT, HNSW, OPQ_PQ), recall_target=recall_target, max_bytes=max_bytes)
-    assert (choice.kind, choice.reaches_target) == (kind, reaches_target)
+    assert (choice.kind, choice.reaches_target) == (expected_kind, reaches_target)
     assert choice.reason.startswith(
-        (f"{kind} has the least latency", f"{kind} is the only kind")
+        (f"{expected_kind} has the least latency", f"{expected_kind} is the only kind")
         if reaches_target
         else "no kind reaches a recall of 0.95 within"
     )

@@ -13,7 +13,7 @@ from recsys_core.retrieval.kinds import Flat, Hnsw
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "expected_config"),
     [
         ({}, IndexConfig(served=Hnsw())),
         ({"served": "flat"}, IndexConfig(served=Flat())),
@@ -25,9 +25,9 @@ from recsys_core.retrieval.kinds import Flat, Hnsw
         ({"compared": ["ivf_pq", {"kind": "hnsw"}]}, IndexConfig(compared=(IvfPq(), Hnsw()))),
     ],
 )
-def test_the_name_of_a_kind_is_short_for_its_default_settings(settings: dict[str, Any], expected: IndexConfig) -> None:
-    assert IndexConfig(**settings) == expected
-    assert IndexConfig.model_validate(expected.model_dump(mode="json")) == expected
+def test_the_name_of_a_kind_is_short_for_its_default_settings(settings: dict[str, Any], expected_config: IndexConfig) -> None:
+    assert IndexConfig(**settings) == expected_config
+    assert IndexConfig.model_validate(expected_config.model_dump(mode="json")) == expected_config
 
 
 def test_a_setting_in_its_earlier_form_applies_to_every_kind_that_has_it() -> None:

@@ -1,4 +1,4 @@
-"""The index stage: recall against a brute-force search, tuning, the choice of `auto`, and its errors."""
+"""The index stage: recall against a brute-force search, tuning, the choice of `auto`, and errors."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
 
 
 @pytest.fixture(scope="module")
-def manifest(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory) -> IndexManifest:
+def built_indexes(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory) -> IndexManifest:
     """The manifest of the indexes that CONFIG builds."""
     return build_indexes(CONFIG, export=export, folder=tmp_path_factory.mktemp("index") / "index")
 
@@ -58,24 +58,24 @@ def _exact_search(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _recall_by_query(row_BK: np.ndarray, exact_row_BK: np.ndarray) -> list[float]:
-    """Return the share of the exact results of each query that were found."""
+    """Return, for each query, the share of exact results that were found."""
     return [len({*rows} & {*exact_rows}) / len(exact_rows) for rows, exact_rows in zip(row_BK, exact_row_BK, strict=True)]
 
 
-def _load_kind(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
+def _load_built_index(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
     return load_index({manifest.path(f"{kind.kind}.faiss"): manifest.files[f"{kind.kind}.faiss"]})
 
 
-def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(manifest, export: ExportManifest) -> None:
+def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(built_indexes, export: ExportManifest) -> None:
     query_BD, exact_row_BK = _exact_search(export, CONFIG.recall_k)
     for kind in CONFIG.configured_indexes:
-        index, report = _load_kind(manifest, kind), manifest.reports[kind.kind]
+        index, report = _load_built_index(built_indexes, kind), built_indexes.reports[kind.kind]
         _, row_BK = search(index, query_BD, kind=kind, depth=CONFIG.recall_k)
         assert report.recall == pytest.approx(np.mean(_recall_by_query(row_BK, exact_row_BK)), abs=1e-3)
-        assert report.size_bytes == manifest.path(f"{kind.kind}.faiss").stat().st_size
-    assert (manifest.reports["flat"].recall, manifest.warning, manifest.choice) == (1.0, None, None)
-    assert manifest.reports["hnsw"].recall > 0.9
-    assert manifest.reports["ivf_pq"].recall < 1.0
+        assert report.size_bytes == built_indexes.path(f"{kind.kind}.faiss").stat().st_size
+    assert (built_indexes.reports["flat"].recall, built_indexes.warning, built_indexes.choice) == (1.0, None, None)
+    assert built_indexes.reports["hnsw"].recall > 0.9
+    assert built_indexes.reports["ivf_pq"].recall < 1.0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_fastest_search_that_reaches_the_validation_target_is_used(kind: Any
     report, item_vector_ID = manifest.reports[kind.kind], np.load(export.path("item_vectors.npy"))
     tuned_point = next(point for point in report.tried if point.parameters == report.parameters)
     assert tuned_point.ms_per_query == min(point.ms_per_query for point in report.tried if point.recall >= 0.7)
-    fastest_kind, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load_kind(manifest, kind)
+    fastest_kind, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load_built_index(manifest, kind)
     for query_BD, recall in ((validation_query_BD, tuned_point.recall), (test_query_BD, report.recall)):
         exact_row_BK = np.argsort(-query_BD @ item_vector_ID.T, axis=1)[:, :20]
         _, row_BK = search(index, query_BD, kind=fastest_kind, depth=20)
@@ -101,14 +101,14 @@ def test_the_fastest_search_that_reaches_the_validation_target_is_used(kind: Any
 def test_if_no_search_reaches_the_target_the_best_search_is_used(export: ExportManifest, tmp_path: Path) -> None:
     config = IndexConfig(served=IvfPq(nlist=10, pq_m=2, pq_nbits=2), compared=(Hnsw(ef_search=9),), recall_target=1.0)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
-    tried, hnsw = manifest.reports["ivf_pq"].tried, manifest.reports["hnsw"]
-    assert [point.parameters["nprobe"] for point in tried] == [1, 2, 3, 4, 6, 8, 10][: len(tried)]
-    best_point = max(tried, key=lambda point: point.recall)
+    tried_points, hnsw_report = manifest.reports["ivf_pq"].tried, manifest.reports["hnsw"]
+    assert [point.parameters["nprobe"] for point in tried_points] == [1, 2, 3, 4, 6, 8, 10][: len(tried_points)]
+    best_point = max(tried_points, key=lambda point: point.recall)
     assert manifest.reports["ivf_pq"].parameters == best_point.parameters
     assert manifest.warning is not None
     recall_text = f"a recall@100 of {best_point.recall:.4f} on test queries"  # there are no validation queries
     assert f"the ivf_pq index reaches {recall_text}, below index.recall_target 1;" in manifest.warning
-    assert (hnsw.parameters["ef_search"], hnsw.tried) == (9, ())
+    assert (hnsw_report.parameters["ef_search"], hnsw_report.tried) == (9, ())
 
 
 def test_the_warning_about_the_recall_target_has_the_recall_on_validation_queries(tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_the_warning_about_the_recall_target_has_the_recall_on_validation_querie
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["ivf_pq"]
     best_recall = max(point.recall for point in report.tried)
-    assert manifest.warning is not None and f"{best_recall:.4f}" != f"{report.recall:.4f}"  # on test queries
+    assert manifest.warning is not None and f"{best_recall:.4f}" != f"{report.recall:.4f}"  # the report is on test queries
     assert f"the ivf_pq index reaches a recall@100 of {best_recall:.4f} on validation queries, below" in manifest.warning
 
 
-def test_a_larger_nprobe_searches_more_cells(manifest, export: ExportManifest) -> None:
+def test_a_larger_nprobe_searches_more_cells(built_indexes, export: ExportManifest) -> None:
     query_BD, _ = _exact_search(export, 1)
-    index = _load_kind(manifest, IvfFlat())
-    num_results, num_more_results = (
+    index = _load_built_index(built_indexes, IvfFlat())
+    num_results_in_1_cell, num_results_in_5_cells = (
         (search(index, query_BD, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5)
     )
-    assert num_results < num_more_results < export.num_items * len(query_BD)
+    assert num_results_in_1_cell < num_results_in_5_cells < export.num_items * len(query_BD)
 
 
 def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
@@ -154,28 +154,27 @@ def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, expor
     assert not any(tmp_path.iterdir())
 
 
-def test_a_changed_or_missing_index_file_is_rejected(manifest, tmp_path: Path) -> None:
-    content = bytearray(manifest.path("hnsw.faiss").read_bytes())
+def test_a_changed_or_missing_index_file_is_rejected(built_indexes, tmp_path: Path) -> None:
+    content = bytearray(built_indexes.path("hnsw.faiss").read_bytes())
     content[len(content) // 2] ^= 1
     for name, damaged_content in {"flipped": bytes(content), "cut": bytes(content[:-9])}.items():
         (tmp_path / name).write_bytes(damaged_content)
         with pytest.raises(StageError, match="the file was changed"):
-            load_index({tmp_path / name: manifest.files["hnsw.faiss"]})
+            load_index({tmp_path / name: built_indexes.files["hnsw.faiss"]})
     with pytest.raises(StageError, match="missing"):
-        load_index({tmp_path / "absent": manifest.files["hnsw.faiss"]})
+        load_index({tmp_path / "absent": built_indexes.files["hnsw.faiss"]})
 
 
-def test_building_again_gives_the_same_files(manifest, export: ExportManifest, tmp_path: Path) -> None:
-    repeated_manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
-    assert repeated_manifest.files == manifest.files
+def test_building_again_gives_the_same_files(built_indexes, export: ExportManifest, tmp_path: Path) -> None:
+    assert build_indexes(CONFIG, export=export, folder=tmp_path / "index").files == built_indexes.files
 
 
-def test_the_plot_has_a_labelled_point_per_index(manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_has_a_labelled_point_per_index(built_indexes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(plots, "save_png", lambda figure, path: figures.append(figure) or path)
-    plot_indexes(manifest, tmp_path / "index.png")
+    plot_indexes(built_indexes, tmp_path / "index.png")
     labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    assert [label.split(",")[0] for label in labels] == [*manifest.reports, "recall target"]
+    assert [label.split(",")[0] for label in labels] == [*built_indexes.reports, "recall target"]
     assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
     assert figures[0].axes[0].lines[-1].get_ydata()[0] == CONFIG.recall_target
 
@@ -184,35 +183,31 @@ def test_only_the_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Pat
     manifest = build_indexes(IndexConfig(), export=export, folder=tmp_path / "served")
     assert {*manifest.reports} == {"flat", "hnsw"}
     assert {*manifest.files} == {"flat.faiss", "hnsw.faiss", "served_recall.parquet"}
-    config = IndexConfig(served="flat", compared=("ivf_flat",))
-    manifest = build_indexes(config, export=export, folder=tmp_path / "compared")
+    manifest = build_indexes(IndexConfig(served="flat", compared=("ivf_flat",)), export=export, folder=tmp_path / "compared")
     assert {*manifest.reports} == {"flat", "ivf_flat"}
 
 
 def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:
     num_items = 2_000  # rows are numbered by falling popularity
     query_BD = np.ones((3, 8), np.float32)
-    export = write_export_stage(
-        tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query_BD)}
-    )
+    queries = {"test": (range(3), query_BD)}
+    export = write_export_stage(tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries=queries)
     manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
     for kind in CONFIG.configured_indexes:
-        index = _load_kind(manifest, kind)
-        for _, row_BK in (
-            search(index, query_BD, kind=kind, depth=100),
-            search_exhaustively(index, query_BD, kind=kind, depth=100),
-        ):
+        index = _load_built_index(manifest, kind)
+        for search_items in (search, search_exhaustively):
+            _, row_BK = search_items(index, query_BD, kind=kind, depth=100)
             assert 0.3 < row_BK[row_BK >= 0].mean() / num_items < 0.7
         assert manifest.reports[kind.kind].recall == 1.0  # every item has the score of the exact results
 
 
-def test_the_recall_of_the_served_index_is_stored_for_each_measured_user(manifest, export: ExportManifest) -> None:
+def test_the_recall_of_the_served_index_is_stored_for_each_measured_user(built_indexes, export: ExportManifest) -> None:
     query_BD, exact_row_BK = _exact_search(export, CONFIG.recall_k)
-    user_U, recall_U = served_recall_by_user(manifest)
-    _, row_BK = search(_load_kind(manifest, Hnsw()), query_BD, kind=Hnsw(ef_search=16), depth=CONFIG.recall_k)
+    user_U, recall_U = served_recall_by_user(built_indexes)
+    _, row_BK = search(_load_built_index(built_indexes, CONFIG.served), query_BD, kind=CONFIG.served, depth=CONFIG.recall_k)
     assert user_U.tolist() == list(range(60))
     assert recall_U.tolist() == pytest.approx(_recall_by_query(row_BK, exact_row_BK))
-    assert manifest.reports["hnsw"].recall == pytest.approx(recall_U.mean())
+    assert built_indexes.reports["hnsw"].recall == pytest.approx(recall_U.mean())
 
 
 def test_a_sample_of_the_test_users_is_measured_if_there_are_many(
@@ -303,8 +298,8 @@ def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(
     limited_config = config.model_copy(update={"served": Auto(max_bytes=max_bytes), "compared": (CHEAP_HNSW, CHEAP_OPQ)})
     limited_manifest = build_indexes(limited_config, export=large_export, folder=tmp_path / "limited")
     assert limited_manifest.choice is not None
-    too_large_kinds = limited_manifest.choice.partition("too large: ")[2].partition(")")[0]
-    assert unlimited_manifest.served_index in too_large_kinds
+    names_of_too_large_kinds = limited_manifest.choice.partition("too large: ")[2].partition(")")[0]
+    assert unlimited_manifest.served_index in names_of_too_large_kinds
     assert limited_manifest.served_index != unlimited_manifest.served_index
     assert limited_manifest.reports[limited_manifest.served_index].size_bytes <= max_bytes
     assert (tmp_path / "limited" / f"{limited_manifest.served_index}.faiss").is_file()
@@ -322,14 +317,11 @@ def test_auto_serves_the_best_kind_if_no_kind_within_the_memory_reaches_the_targ
     }
     assert (manifest.served_index, {*recall_by_kind}) == ("ivf_sq8", {"ivf_sq8", "opq_pq"})
     assert recall_by_kind["opq_pq"] < recall_by_kind["ivf_sq8"] < 1
-    assert (
-        manifest.warning
-        == manifest.choice
-        == (
-            "no kind reaches a recall of 1 within max_bytes (0.3 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
-            f"ivf_sq8 has the highest, {recall_by_kind['ivf_sq8']:.4f}"
-        )
+    expected_choice = (
+        "no kind reaches a recall of 1 within max_bytes (0.3 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
+        f"ivf_sq8 has the highest, {recall_by_kind['ivf_sq8']:.4f}"
     )
+    assert manifest.warning == manifest.choice == expected_choice
 
 
 @pytest.mark.parametrize("name", ["item_vectors.npy", "query_vectors_test.npy"])
@@ -351,13 +343,14 @@ def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(v
     vector_ID[18, 0] = 65_504.0
     export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries={"test": (range(20), vector_ID[:20])})
     for kind in (PqFastScan(), IvfSq8(rescore=4)):
-        problem = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
-        with pytest.raises(InputError, match=problem):
+        message = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
+        with pytest.raises(InputError, match=message):
             build_indexes(IndexConfig(served=kind), export=export, folder=tmp_path / "index")
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
-    for served in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
-        manifest = build_indexes(IndexConfig(served=served, recall_k=5), export=export, folder=tmp_path / served.kind)
-        score_BK, _ = search_exhaustively(_load_kind(manifest, served), vector_ID[:20], kind=served.fitted(400, 8), depth=5)
+    for kind in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
+        manifest = build_indexes(IndexConfig(served=kind, recall_k=5), export=export, folder=tmp_path / kind.kind)
+        index = _load_built_index(manifest, kind)
+        score_BK, _ = search_exhaustively(index, vector_ID[:20], kind=kind.fitted(400, 8), depth=5)
         assert np.isfinite(score_BK).all()
     vector_ID[17, 3] = 65_504.0
     rescored_kind = IvfSq8(nlist=2, nprobe=2, rescore=4)
@@ -371,12 +364,12 @@ def test_a_gpu_builds_only_the_kinds_that_faiss_supports_on_gpus(
     """An index in host memory replaces the index on the GPU, so that no GPU is needed."""
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     moved_classes: list[str] = []
-    clone = faiss.clone_index
+    clone_index = faiss.clone_index
     monkeypatch.setattr("recsys_core.retrieval.index.num_gpus", lambda: 1)
     monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
-    monkeypatch.setattr(faiss, "index_cpu_to_gpu", lambda resources, device, index: clone(index), raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", lambda resources, device, index: clone_index(index), raising=False)
     monkeypatch.setattr(
-        faiss, "index_gpu_to_cpu", lambda index: moved_classes.append(type(index).__name__) or clone(index), raising=False
+        faiss, "index_gpu_to_cpu", lambda index: moved_classes.append(type(index).__name__) or clone_index(index), raising=False
     )
     item_vector_ID = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(), IvfSq8(), IvfPq(), IvfPq(rescore=2), IvfPq(pq_nbits=4), Hnsw(), OpqPq(), PqFastScan(pq_m=8)):

@@ -50,12 +50,12 @@ def index_by_kind(item_vector_ID: np.ndarray) -> dict[str, Any]:
 
 def _mean_recall(row_BK: np.ndarray, exact_row_BK: np.ndarray) -> float:
     """Return the share of the exact results that were found."""
-    pairs = zip(row_BK, exact_row_BK, strict=True)
-    return float(np.mean([len({*rows} & {*exact_rows}) / len(exact_rows) for rows, exact_rows in pairs]))
+    rows_and_exact_rows = zip(row_BK, exact_row_BK, strict=True)
+    return float(np.mean([len({*rows} & {*exact_rows}) / len(exact_rows) for rows, exact_rows in rows_and_exact_rows]))
 
 
 def _min_recall(kind: AnyIndexKind) -> float:
-    """Return the recall that the widest search exceeds: product quantization without rescoring loses precision."""
+    """Return the recall that the widest search exceeds. It is low if product quantization is not rescored."""
     return 0.4 if getattr(kind, "rescore", None) == 0 and "pq" in kind.kind else 0.95
 
 
@@ -76,11 +76,11 @@ def test_the_widest_search_returns_each_item_at_most_once_with_a_high_recall(
     kind: AnyIndexKind, index_by_kind: dict[str, Any], item_vector_ID: np.ndarray
 ) -> None:
     index, query_BD = index_by_kind[kind.kind], item_vector_ID[:100]
-    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
-    _, row_BK = search(index, query_BD, kind=widest, depth=20)
+    *_, (*_, widest_kind) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
+    _, row_BK = search(index, query_BD, kind=widest_kind, depth=20)
     exact_row_BK = np.argsort(-query_BD @ item_vector_ID.T, axis=1)[:, :20]
     assert _mean_recall(row_BK, exact_row_BK) > _min_recall(kind)
-    _, row_BK = search(index, query_BD, kind=widest, depth=NUM_ITEMS + 7)
+    _, row_BK = search(index, query_BD, kind=widest_kind, depth=NUM_ITEMS + 7)
     assert (row_BK[:, NUM_ITEMS:] == -1).all()
     for row_K in row_BK:
         assert len(np.unique(row_K[row_K >= 0])) == (row_K >= 0).sum()
@@ -90,10 +90,10 @@ def test_the_widest_search_returns_each_item_at_most_once_with_a_high_recall(
 def test_vectors_are_read_from_a_mapped_index_by_item_row(
     kind: AnyIndexKind, index_by_kind: dict[str, Any], item_vector_ID: np.ndarray, tmp_path: Path
 ) -> None:
-    path = tmp_path / "index.faiss"
+    index_path = tmp_path / "index.faiss"
     built_index = index_by_kind[kind.kind] if kind in KINDS else build_index(kind.fitted(NUM_ITEMS, DIM), item_vector_ID)
-    faiss.write_index(built_index, str(path))
-    index = load_index({path: record_file(path)})
+    faiss.write_index(built_index, str(index_path))
+    index = load_index({index_path: record_file(index_path)})
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
     if kind.has_readable_vectors:
         row_B = np.random.default_rng(1).integers(0, NUM_ITEMS, 500)
@@ -178,12 +178,12 @@ def test_fitted_settings_suit_a_small_catalogue_and_can_be_read_back(
 ) -> None:
     fitted_kind = kind.fitted(num_items, DIM)
     assert fitted_kind.fitted(num_items, DIM) == fitted_kind
-    *_, (*_, fitted_kind) = fitted_kind.search_variants(num_items)
-    parameters = fitted_kind.model_dump(exclude={"kind"})
+    *_, (*_, widest_kind) = fitted_kind.search_variants(num_items)
+    parameters = widest_kind.model_dump(exclude={"kind"})
     assert all(type(parameter) is int for parameter in parameters.values())
-    assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted_kind
+    assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == widest_kind
     _, row_BK = search_exhaustively(
-        build_index(fitted_kind, item_vector_ID[:num_items]), item_vector_ID[:3], kind=fitted_kind, depth=num_items
+        build_index(widest_kind, item_vector_ID[:num_items]), item_vector_ID[:3], kind=widest_kind, depth=num_items
     )
     assert (np.sort(row_BK, axis=1) == np.arange(num_items)).all()
 
@@ -210,7 +210,7 @@ def test_an_unsupported_vector_width_is_rejected_by_the_config_and_by_the_stage(
 
 
 @every_kind
-@pytest.mark.parametrize("max_exact_items", [0, 10_000])
+@pytest.mark.parametrize("max_exact_items", [0, 10_000], ids=["search in the index", "exact search"])
 def test_a_search_among_selected_items_returns_the_best_of_them_and_no_other_items(
     kind: AnyIndexKind,
     max_exact_items: int,
@@ -224,12 +224,12 @@ def test_a_search_among_selected_items_returns_the_best_of_them_and_no_other_ite
     is_selected_I[np.random.default_rng(3).permutation(NUM_ITEMS)[:num_selected]] = True
     selection = Selection(index, is_selected_I)
     assert selection.num_items == num_selected
-    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
+    *_, (*_, widest_kind) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
     exact_row_BK = np.argsort(np.where(is_selected_I, -query_BD @ item_vector_ID.T, np.inf), axis=1)[:, :20]
     for search_items in (search, search_exhaustively):
-        score_BK, row_BK = search_items(index, query_BD, kind=widest, depth=20, selection=selection)
+        score_BK, row_BK = search_items(index, query_BD, kind=widest_kind, depth=20, selection=selection)
         assert is_selected_I[row_BK[row_BK >= 0]].all() and (np.diff(score_BK) <= 0).all()
         assert _mean_recall(row_BK, exact_row_BK) > _min_recall(kind)
-    _, row_BK = search_exhaustively(index, query_BD, kind=widest, depth=NUM_ITEMS, selection=selection)
+    _, row_BK = search_exhaustively(index, query_BD, kind=widest_kind, depth=NUM_ITEMS, selection=selection)
     assert (np.sort(row_BK[:, :num_selected], axis=1) == np.flatnonzero(is_selected_I)).all()
     assert (row_BK[:, num_selected:] == -1).all()

@@ -55,15 +55,15 @@ class ScriptedQueries:
 
 
 def test_the_fastest_setting_of_all_rescore_series_is_chosen() -> None:
-    # The settings with one rescore value are a series. It ends when it reaches the target, or when it is slower than the best
-    # earlier series.
+    # The settings with one rescore value are a series. A series ends at the target, or when it is slower than the best earlier
+    # series.
     point_by_setting = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     point_by_setting |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
     point_by_setting |= {(1, 8): (0.8, 2.6)}
     point_by_setting |= {(1, 16): (0.9, 2.7)}
     queries = ScriptedQueries(point_by_setting)
-    kind, measured_points = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
-    assert (kind.nprobe, kind.rescore) == (2, 4)  # type: ignore[union-attr]
+    chosen_kind, measured_points = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    assert (chosen_kind.nprobe, chosen_kind.rescore) == (2, 4)  # type: ignore[union-attr]
     assert queries.measured_settings == [*point_by_setting]
     assert [point.recall for point in measured_points] == [recall for recall, _ in point_by_setting.values()]
 
@@ -73,8 +73,8 @@ def test_a_series_below_the_target_ends_when_its_recall_stops_growing() -> None:
     nprobes = [1, 2, 3, 4, 6, 8, 12]
     point_by_setting = {(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)}
     queries = ScriptedQueries(point_by_setting)
-    kind, measured_points = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
-    assert kind == IvfFlat(nlist=1_000, nprobe=8)
+    chosen_kind, measured_points = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    assert chosen_kind == IvfFlat(nlist=1_000, nprobe=8)
     assert [point.recall for point in measured_points] == recalls
 
 
@@ -82,19 +82,19 @@ def test_an_index_is_measured_by_its_fastest_search_with_one_thread(monkeypatch:
     item_vector_ID = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
     index = build_index(Flat(), item_vector_ID)
     queries = MeasuredQueries.with_exact_results(item_vector_ID[:5], exact_index=index, item_vector_ID=item_vector_ID, depth=3)
-    clock = iter([0.0, 0.1, 1.0, 1.05, 2.0, 2.4])  # three searches of 0.1, 0.05 and 0.4 s
-    thread_counts = []
+    clock_times = iter([0.0, 0.1, 1.0, 1.05, 2.0, 2.4])  # three searches of 0.1, 0.05 and 0.4 s
+    num_threads_by_reading = []
 
     def read_clock() -> float:
-        thread_counts.append(faiss.omp_get_max_threads())
-        return next(clock)
+        num_threads_by_reading.append(faiss.omp_get_max_threads())
+        return next(clock_times)
 
     monkeypatch.setattr(time, "perf_counter", read_clock)
     with faiss_threads(2):
         point = queries.measure(index, Flat())
         assert faiss.omp_get_max_threads() == 2
     assert point.recall == 1 and point.ms_per_query == pytest.approx(1000 * 0.05 / 5)
-    assert thread_counts == [1] * 6
+    assert num_threads_by_reading == [1] * 6
 
 
 def test_an_index_with_fixed_search_settings_is_not_measured() -> None:

@@ -80,22 +80,27 @@ def export(item_vector_ID: np.ndarray, tmp_path_factory: pytest.TempPathFactory)
 def index_and_search_by_kind(
     item_vector_ID: np.ndarray, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[AnyIndexKind, tuple[Any, AnyIndexKind]]:
-    """The index of each kind in three shards, with its widest search."""
+    """For each kind, an index in three shards and the kind with its widest search settings."""
     folder = tmp_path_factory.mktemp("built")
-    return {kind: _build_mapped(kind, item_vector_ID, folder / str(number), num_shards=3) for number, kind in enumerate(KINDS)}
+    return {
+        kind: _write_and_map_index(kind, item_vector_ID, folder / str(number), num_shards=3)
+        for number, kind in enumerate(KINDS)
+    }
 
 
-def _build_mapped(kind: AnyIndexKind, item_vector_ID: np.ndarray, folder: Path, *, num_shards: int) -> tuple[Any, AnyIndexKind]:
-    """Write an index, and return it as a mapped index with its widest search."""
+def _write_and_map_index(
+    kind: AnyIndexKind, item_vector_ID: np.ndarray, folder: Path, *, num_shards: int
+) -> tuple[Any, AnyIndexKind]:
+    """Write an index. Return the mapped index, and the kind with its widest search settings."""
     folder.mkdir(exist_ok=True)
     paths = index_paths(folder, kind.kind, num_shards=num_shards)
     fitted_kind = kind.fitted(len(item_vector_ID), DIM)
     write_index(fitted_kind, item_vector_ID, paths)
-    *_, (*_, widest) = fitted_kind.search_variants(DEPTH)
-    return map_index(paths), widest
+    *_, (*_, widest_kind) = fitted_kind.search_variants(DEPTH)
+    return map_index(paths), widest_kind
 
 
-def _load_kind(manifest: IndexManifest, kind: str) -> Any:
+def _load_built_index(manifest: IndexManifest, kind: str) -> Any:
     paths = index_paths(manifest.folder, kind, num_shards=manifest.reports[kind].shards)
     return load_index({path: manifest.files[path.name] for path in paths})
 
@@ -112,7 +117,7 @@ def test_an_index_reaches_the_target_with_any_number_of_shards(
     config = IndexConfig(served=kind, recall_k=DEPTH, recall_target=RECALL_TARGET, shards=num_shards)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     query_BD, report = np.load(export.path("query_vectors_test.npy")), manifest.reports[kind.kind]
-    index, fitted_kind = _load_kind(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
+    index, fitted_kind = _load_built_index(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
     exact_row_BK = np.argsort(-query_BD @ item_vector_ID.T, axis=1)[:, :DEPTH]
     _, row_BK = search(index, query_BD, kind=fitted_kind, depth=DEPTH)
     recall_B = recall_per_query(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=item_vector_ID)
@@ -126,12 +131,12 @@ def test_an_index_reaches_the_target_with_any_number_of_shards(
 def test_three_shards_find_the_items_that_one_index_finds(
     kind: AnyIndexKind, item_vector_ID: np.ndarray, tmp_path: Path
 ) -> None:
-    """The scores are equal for kinds whose shards have the same cells. Other kinds search more in three shards than in one."""
+    """The scores are equal for kinds whose shards have the same cells. Other kinds reach at least the recall of one index."""
     for catalogue_ID in (item_vector_ID, item_vector_ID[:-100]):  # with and without equal vectors, whose order is arbitrary
-        index, widest = _build_mapped(kind, catalogue_ID, tmp_path, num_shards=3)
+        index, widest_kind = _write_and_map_index(kind, catalogue_ID, tmp_path, num_shards=3)
         one_index, query_BD = build_index(kind.fitted(len(catalogue_ID), DIM), catalogue_ID), catalogue_ID[:7]
         for depth in (1, 10, 150):
-            for search_kind in (widest, widest.model_copy(update={"nprobe": 2})):
+            for search_kind in (widest_kind, widest_kind.model_copy(update={"nprobe": 2})):
                 one_index_score_BK, one_index_row_BK = search(one_index, query_BD, kind=search_kind, depth=depth)
                 score_BK, row_BK = search(index, query_BD, kind=search_kind, depth=depth)
                 if getattr(kind, "rescore", 0) == 0 and kind.kind != "hnsw":
@@ -150,9 +155,9 @@ def test_three_shards_find_the_items_that_one_index_finds(
 def test_a_search_beyond_the_catalogue_returns_every_item_once(
     kind: AnyIndexKind, index_and_search_by_kind: Any, item_vector_ID: np.ndarray
 ) -> None:
-    index, widest = index_and_search_by_kind[kind]
+    index, widest_kind = index_and_search_by_kind[kind]
     for search_items in (search, search_exhaustively):
-        score_BK, row_BK = search_items(index, item_vector_ID[:5], kind=widest, depth=NUM_ITEMS + 2)
+        score_BK, row_BK = search_items(index, item_vector_ID[:5], kind=widest_kind, depth=NUM_ITEMS + 2)
         assert (np.diff(score_BK) <= 0).all() and (row_BK[:, NUM_ITEMS:] == -1).all()
         for row_K in row_BK:
             assert len({*row_K}) == (row_K >= 0).sum() + 1  # one more for -1
@@ -160,7 +165,7 @@ def test_a_search_beyond_the_catalogue_returns_every_item_once(
 
 
 @every_kind
-@pytest.mark.parametrize("max_exact_items", [0, 10_000])
+@pytest.mark.parametrize("max_exact_items", [0, 10_000], ids=["search in the index", "exact search"])
 def test_a_search_among_selected_items_finds_nearly_all_of_the_best_items(
     kind: AnyIndexKind,
     max_exact_items: int,
@@ -169,19 +174,19 @@ def test_a_search_among_selected_items_finds_nearly_all_of_the_best_items(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact_items)
-    index, widest = index_and_search_by_kind[kind]
+    index, widest_kind = index_and_search_by_kind[kind]
     is_selected_I = np.zeros(NUM_ITEMS, np.bool_)
     is_selected_I[rows_by_shard(NUM_ITEMS, num_shards=3)[1][:600]] = True  # items of one shard
     is_selected_I[1_000:1_400] = True
     selection = Selection(index, is_selected_I)
     assert selection.num_items == is_selected_I.sum() == sum(shard.num_items for shard in selection.shards)
     exact_row_BK = np.argsort(np.where(is_selected_I, -item_vector_ID[:50] @ item_vector_ID.T, np.inf), axis=1)[:, :DEPTH]
-    _, row_BK = search(index, item_vector_ID[:50], kind=widest, depth=DEPTH, selection=selection)
+    _, row_BK = search(index, item_vector_ID[:50], kind=widest_kind, depth=DEPTH, selection=selection)
     assert is_selected_I[row_BK[row_BK >= 0]].all()
     recall_B = recall_per_query(row_BK, exact_row_BK=exact_row_BK, query_BD=item_vector_ID[:50], item_vector_ID=item_vector_ID)
     assert recall_B.mean() > RECALL_TARGET
     empty_selection = Selection(index, np.zeros(NUM_ITEMS, np.bool_))
-    assert (search_exhaustively(index, item_vector_ID[:2], kind=widest, depth=3, selection=empty_selection)[1] == -1).all()
+    assert (search_exhaustively(index, item_vector_ID[:2], kind=widest_kind, depth=3, selection=empty_selection)[1] == -1).all()
 
 
 @every_kind
@@ -201,33 +206,33 @@ def test_the_vectors_of_only_one_shard_are_in_memory_at_a_time(
     num_shards: int, item_vector_ID: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live_indexes: weakref.WeakSet[Any] = weakref.WeakSet()
-    num_live_rows = []
+    num_live_rows_per_write = []
 
-    def count_rows(index: Any, path: str) -> None:
+    def record_live_rows(index: Any, path: str) -> None:
         live_indexes.add(index)
-        num_live_rows.append(sum(live.ntotal for live in live_indexes))
+        num_live_rows_per_write.append(sum(live_index.ntotal for live_index in live_indexes))
 
-    monkeypatch.setattr(faiss, "write_index", count_rows)
+    monkeypatch.setattr(faiss, "write_index", record_live_rows)
     write_index(Flat(), item_vector_ID, index_paths(tmp_path, "flat", num_shards=num_shards))
-    assert num_live_rows == [len(rows) for rows in np.array_split(np.arange(NUM_ITEMS), num_shards)]
+    assert num_live_rows_per_write == [len(rows) for rows in np.array_split(np.arange(NUM_ITEMS), num_shards)]
 
 
 @pytest.mark.parametrize(
-    ("shards", "kind", "num_items", "expected"),
+    ("shards", "kind", "num_items", "expected_num_shards"),
     [
         (1, Hnsw(), 10**9, 1),
         (5, Flat(), 10**9, 5),
         (5, Flat(), 9, 5),
         (5, Flat(), 2, 2),
-        ("auto", Flat(), 15_790_320, 1),  # 272 bytes per item: 4 GiB - 256 bytes
+        ("auto", Flat(), 15_790_320, 1),  # 256 bytes less than 4 GiB: an item takes 66 * 4 + 8 bytes
         ("auto", Flat(), 15_790_321, 2),
         ("auto", IvfSq8(), 15_790_321, 1),
     ],
 )
 def test_the_number_of_shards_is_configured_or_follows_from_the_size_of_the_index(
-    shards: Any, kind: AnyIndexKind, num_items: int, expected: int
+    shards: Any, kind: AnyIndexKind, num_items: int, expected_num_shards: int
 ) -> None:
-    assert IndexConfig(shards=shards).num_shards(kind, num_items=num_items, dim=66) == expected
+    assert IndexConfig(shards=shards).num_shards(kind, num_items=num_items, dim=66) == expected_num_shards
 
 
 def test_the_setting_for_one_shard_is_left_out_of_the_fingerprint() -> None:

@@ -46,7 +46,7 @@ def follower(package: PackageManifest, tmp_path: Path) -> Iterator[ReleaseFollow
 
 @pytest.fixture
 def start_client(follower: ReleaseFollower) -> Iterator[ClientStarter]:
-    """A function that starts an application with these settings and returns a client of it."""
+    """A function that starts an application and returns its client. `settings`: settings of `ServeConfig`."""
     with ExitStack() as stack:
 
         def start(*, token: str | None = None, **settings: object) -> TestClient:

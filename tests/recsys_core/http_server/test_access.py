@@ -32,8 +32,8 @@ def read_messages(messages: Sequence[dict[str, Any]], **limits: object) -> bytes
 
 def test_the_chunks_of_a_body_are_joined() -> None:
     assert read_messages([chunk(b'{"rows":'), chunk(b" []}", is_last=True)]) == b'{"rows": []}'
-    body_of_largest_size = [chunk(b"x" * 600), chunk(b"x" * 424, is_last=True)]
-    assert read_messages(body_of_largest_size, max_body_bytes=1_024) == b"x" * 1_024
+    messages_of_largest_body = [chunk(b"x" * 600), chunk(b"x" * 424, is_last=True)]
+    assert read_messages(messages_of_largest_body, max_body_bytes=1_024) == b"x" * 1_024
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def test_a_response_has_the_answers_of_the_retriever(start_client: ClientStarter
 
 
 def test_params_reach_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
-    conditions = {"genre": {"in": ["rock"]}, "price": {"lt": 20}}
+    item_filter = {"genre": {"in": ["rock"]}, "price": {"lt": 20}}
     (prediction,) = recommend(
-        start_client(), [REQUEST_ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+        start_client(), [REQUEST_ROW], k=4, filter=item_filter, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
     (expected_answer,) = retriever.recommend(
-        [USER_IDS[0]], 4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+        [USER_IDS[0]], 4, filter=item_filter, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
     assert prediction["item_ids"] == expected_answer.item_ids
     assert prediction["query_vector"] == pytest.approx(expected_answer.query_vector)
@@ -68,9 +68,9 @@ def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarte
     response = start_client().post(
         "/similar", json={"rows": [{"item_id": ITEM_IDS[3]}, {"item_id": "no item"}], "params": {"k": 5}}
     )
-    prediction, unknown_prediction = response.json()["predictions"]
+    prediction, prediction_for_unknown_id = response.json()["predictions"]
     assert prediction["item_ids"] == retriever.similar([ITEM_IDS[3]], 5)[0].item_ids
-    assert unknown_prediction["error"] == "item_id 'no item' is not in the catalogue"
+    assert prediction_for_unknown_id["error"] == "item_id 'no item' is not in the catalogue"
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,9 @@ def test_a_filter_is_rejected_whatever_its_number_of_levels(start_client: Client
 
 
 def test_an_invalid_row_does_not_affect_another_row(start_client: ClientStarter) -> None:
-    invalid_prediction, prediction = recommend(start_client(), [{"user_id": "x"}, REQUEST_ROW], k=2)
-    assert invalid_prediction["error"].startswith("user_id 'x' is not an integer") and invalid_prediction["item_ids"] == []
+    prediction_for_invalid_row, prediction = recommend(start_client(), [{"user_id": "x"}, REQUEST_ROW], k=2)
+    assert prediction_for_invalid_row["error"].startswith("user_id 'x' is not an integer")
+    assert prediction_for_invalid_row["item_ids"] == []
     assert prediction["error"] is None and len(prediction["item_ids"]) == 2
 
 
@@ -136,8 +137,8 @@ def test_with_a_token_only_requests_that_have_it_are_answered(start_client: Clie
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
         response = client.post("/recommend", json={"rows": [REQUEST_ROW]}, headers=header)
         assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-    accepted = client.post("/recommend", json={"rows": [REQUEST_ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
-    assert accepted.status_code == 200
+    accepted_response = client.post("/recommend", json={"rows": [REQUEST_ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert accepted_response.status_code == 200
     assert client.get("/metrics").status_code == 401
     for path in ("/healthz", "/readyz", "/openapi.json"):  # a probe of an orchestrator has no token
         assert client.get(path).status_code == 200, path

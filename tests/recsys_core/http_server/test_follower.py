@@ -34,13 +34,15 @@ def write_damaged_package(package: PackageManifest, folder: Path, *, version: st
     return release_of(package, version=version).model_copy(update={"folder": folder / "damaged"})
 
 
-def test_another_version_replaces_the_served_one(follower: ReleaseFollower, package: PackageManifest, tmp_path: Path) -> None:
+def test_another_version_replaces_the_served_version(
+    follower: ReleaseFollower, package: PackageManifest, tmp_path: Path
+) -> None:
     assert (version_of_answer(follower), follower.state.version) == ("7", "7")
     write_release(release_of(package, version="8"), tmp_path)
     follower.update()
     assert (version_of_answer(follower), follower.state.version) == ("8", "8")
-    state = WorkerState.read(tmp_path / "worker-0.json")
-    assert state is not None and (state.version, state.problem) == ("8", None)
+    stored_state = WorkerState.read(tmp_path / "worker-0.json")
+    assert stored_state is not None and (stored_state.version, stored_state.problem) == ("8", None)
 
 
 def test_a_damaged_version_is_refused_once_and_the_served_version_stays(
@@ -52,9 +54,9 @@ def test_a_damaged_version_is_refused_once_and_the_served_version_stays(
     assert follower._served_model is served_model and version_of_answer(follower) == "7"
     assert (follower.state.version, follower.state.refused_version) == ("7", "9")
     assert follower.state.problem is not None and "index.faiss" in follower.state.problem
-    state = follower.state
+    state_after_refusal = follower.state
     follower.update()  # the same version is not loaded again
-    assert follower.state is state
+    assert follower.state is state_after_refusal
     write_release(release_of(package, version="7"), tmp_path)
     follower.update()
     assert follower.state.problem is None

@@ -1,4 +1,4 @@
-"""Small interactions, embeddings, features and export stages written by hand."""
+"""Small interactions, embeddings, features and export stages, written by hand."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,7 +154,7 @@ def write_export_stage(
         spectral_block_store: events whose spectral vectors are appended to the model's vectors; None: nothing is appended.
     """
     num_users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
-    model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=num_users, num_items=len(item_vectors))
+    model_spec = spec or ModelSpec.sized(TwoTowerConfig(), num_users=num_users, num_items=len(item_vectors))
 
     def write_files(output_folder: Path) -> dict[str, Any]:
         np.save(output_folder / "item_vectors.npy", item_vectors.astype(np.float32))
@@ -166,14 +166,14 @@ def write_export_stage(
             np.save(output_folder / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))
         for name, table in (tables or {}).items():
             np.save(output_folder / f"table_{name}.npy", table)
-        (output_folder / "model.json").write_text(model.model_dump_json())
+        (output_folder / "model.json").write_text(model_spec.model_dump_json())
         if spec is not None:
             save_file(dict(dense or {}), output_folder / "dense.safetensors")
         if spectral_block_store is not None:
-            append_block(model, store=spectral_block_store, validation=None, folder=output_folder)
+            append_block(model_spec, store=spectral_block_store, validation=None, folder=output_folder)
         return {
             "num_items": len(item_vectors),
-            "dim": item_vectors.shape[1] if spectral_block_store is None else model.config.output_dim,
+            "dim": item_vectors.shape[1] if spectral_block_store is None else model_spec.config.output_dim,
             "similarity": "dot" if spec is None else spec.config.similarity,
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }

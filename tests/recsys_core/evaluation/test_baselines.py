@@ -45,14 +45,14 @@ def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> 
 
 
 @pytest.mark.parametrize(
-    ("days", "expected"),
+    ("days", "expected_order"),
     [
         (1, [3, 0, 1, 2]),  # only item 3 has a recent event; the other items are in the order of all events
         (3, [1, 3, 0, 2]),
         (30, [0, 1, 3, 2]),
     ],
 )
-def test_recent_popularity_counts_the_last_days_before_the_test(days: int, expected: list[int]) -> None:
+def test_recent_popularity_counts_the_last_days_before_the_test(days: int, expected_order: list[int]) -> None:
     # User 0 has items 0, 0, 1 in training and 2 in the test. User 1 has 0, 1 in training, 3 in validation and 2 in the test.
     day_E = np.array([1, 2, 8, 11, 3, 8, 10, 11])
     arrays = EventArrays(
@@ -62,4 +62,4 @@ def test_recent_popularity_counts_the_last_days_before_the_test(days: int, expec
     )  # fmt: skip
     store = EventStore(arrays, is_ordered=True)
     order = recent_popularity_order("test", store=store, days=days, popularity_order_I=np.array([0, 1, 2, 3], np.int32))
-    assert order.tolist() == expected
+    assert order.tolist() == expected_order

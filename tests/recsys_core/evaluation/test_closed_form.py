@@ -37,10 +37,10 @@ def test_spectral_scores_are_a_projection_on_the_first_singular_vectors(
         matrix_UI, rank=5, history_BI=matrix_UI, user_exponent=user_exponent, item_exponent=item_exponent
     )
     item_power = np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
-    normalised = dense_UI / item_power / np.maximum(dense_UI.sum(axis=1, keepdims=True), 1) ** user_exponent
-    vectors = np.linalg.svd(normalised, full_matrices=False)[2][:5].T
-    expected = (dense_UI / item_power) @ vectors @ vectors.T * item_power
-    np.testing.assert_allclose(query_BD @ vector_ID.T, expected, atol=1e-4)
+    normalised_UI = dense_UI / item_power / np.maximum(dense_UI.sum(axis=1, keepdims=True), 1) ** user_exponent
+    singular_vector_ID = np.linalg.svd(normalised_UI, full_matrices=False)[2][:5].T
+    expected_score_UI = (dense_UI / item_power) @ singular_vector_ID @ singular_vector_ID.T * item_power
+    np.testing.assert_allclose(query_BD @ vector_ID.T, expected_score_UI, atol=1e-4)
 
 
 def test_the_spectral_model_of_one_user_has_equal_scores() -> None:
@@ -60,9 +60,9 @@ def test_neighbours_are_the_nearest_items_by_cosine(
     cosine_II = dense_UI.T @ dense_UI / np.maximum(np.outer(norm_I, norm_I), 1e-9)
     np.fill_diagonal(cosine_II, 0)
     for item in range(NUM_ITEMS):
-        expected = np.sort(cosine_II[item])[::-1][:4]
-        np.testing.assert_allclose(np.sort(weight_II[item])[::-1][:4], expected, atol=1e-5)
-        assert np.count_nonzero(weight_II[item]) == np.count_nonzero(expected)
+        expected_weights = np.sort(cosine_II[item])[::-1][:4]
+        np.testing.assert_allclose(np.sort(weight_II[item])[::-1][:4], expected_weights, atol=1e-5)
+        assert np.count_nonzero(weight_II[item]) == np.count_nonzero(expected_weights)
 
 
 def test_a_block_of_neighbours_has_at_most_the_pairs_of_the_limit_and_of_one_item(
@@ -99,22 +99,24 @@ def test_rankings_follow_the_scores_and_without_a_history_the_popularity(model: 
     matrix_UI, history_UI = log_matrix(store, before="test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
     if model == "ease":
         scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
-        expected = history_UI @ ease_weights(matrix_UI, l2=2)
+        expected_score_UI = history_UI @ ease_weights(matrix_UI, l2=2)
     elif model == "spectral":
         config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponents=(0.2, 2.0))
         scores = linear_model(config, store=store, order_I=order_I)(histories)
         query_BD, vector_ID = spectral_vectors(matrix_UI, rank=3, history_BI=history_UI, user_exponent=0.3, item_exponent=0.2)
-        expected = query_BD @ vector_ID.T
+        expected_score_UI = query_BD @ vector_ID.T
     else:
         scores = cooccurrence_model(store=store, order_I=order_I)(histories)
-        expected = (history_UI @ neighbour_weights(matrix_UI)).toarray()
+        expected_score_UI = (history_UI @ neighbour_weights(matrix_UI)).toarray()
     targets = store.targets(np.arange(30), "test")
     known_queries = Queries(None, is_known_B=np.ones(30, bool), seen=histories, targets=targets)
     ranking = rank_by_scores(known_queries, **scores._asdict(), row_C=order_I, k=14)
     for user, top in enumerate(ranking.top_BK.tolist()):
-        unseen = [item for item in order_I.tolist() if item not in train[user]]
-        sorted_items = sorted(unseen, key=lambda item: -expected[user, item])
-        np.testing.assert_allclose(expected[user, [item for item in top if item >= 0]], expected[user, sorted_items], atol=1e-5)
+        unseen_items = [item for item in order_I.tolist() if item not in train[user]]
+        sorted_items = sorted(unseen_items, key=lambda item: -expected_score_UI[user, item])
+        np.testing.assert_allclose(
+            expected_score_UI[user, [item for item in top if item >= 0]], expected_score_UI[user, sorted_items], atol=1e-5
+        )
         if not train[user]:
             assert top == order_I.tolist()
 
@@ -186,12 +188,13 @@ def _tile_function(score_BC: np.ndarray) -> ScoreTile:
 def test_ease_on_movielens_is_near_the_published_models() -> None:
     """Published on the same split: Recall@20 .2787 and NDCG@20 .2642 for UltraGCN, .2802 and .2670 for SimpleX."""
     train, test = (pq.read_table(ML1M / f"{name}.parquet") for name in ("train", "test"))
-    (user_ids, item_ids), items_by_split = [np.unique(train[column]) for column in ("user_id", "item_id")], []
-    for split in (train, test):
-        user = np.searchsorted(user_ids, split["user_id"].to_numpy())
-        order = np.argsort(user, kind="stable")
-        item = np.searchsorted(item_ids, split["item_id"].to_numpy())
-        items_by_split.append(JaggedArray.from_pairs(user[order], item[order], num_lists=len(user_ids)))
+    user_ids, item_ids = (np.unique(train[column]) for column in ("user_id", "item_id"))
+    items_by_split = []
+    for events in (train, test):
+        user_row_E = np.searchsorted(user_ids, events["user_id"].to_numpy())
+        item_row_E = np.searchsorted(item_ids, events["item_id"].to_numpy())
+        order_E = np.argsort(user_row_E, kind="stable")
+        items_by_split.append(JaggedArray.from_pairs(user_row_E[order_E], item_row_E[order_E], num_lists=len(user_ids)))
     histories, targets = items_by_split
     matrix_UI = user_item_matrix(histories, num_items=len(item_ids))
     weight_II = ease_weights(matrix_UI, l2=500)

@@ -44,7 +44,7 @@ def test_lists_are_divided_into_chunks_by_the_number_of_values_of_their_vectors(
     top_BK, vectors_RD = random_lists(1, num_lists=60), np.random.default_rng(0).normal(size=(NUM_ITEMS, DIM))
     arguments = {"vectors_RD": vectors_RD.astype(np.float32), "vector_row_I": np.arange(NUM_ITEMS)}
     ((total_distance, num_lists),) = list_distances(top_BK, **arguments)
-    for max_values, num_chunks in ((7 * 4 * DIM, 9), (1, 60)):
+    for max_values, num_chunks in ((7 * 4 * DIM, 9), (1, 60)):  # 7 lists per chunk, and 1 list per chunk
         monkeypatch.setattr(diversity, "MAX_CHUNK_VALUES", max_values)
         chunks = [*list_distances(top_BK, **arguments)]
         assert len(chunks) == num_chunks
@@ -63,8 +63,8 @@ def test_the_coverage_of_chunks_equals_the_share_of_distinct_items_of_all_lists(
 def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:
     top_BK = random_lists(2)
     count_I = np.bincount(top_BK[top_BK >= 0], minlength=NUM_ITEMS)
-    expected = np.abs(count_I[:, None] - count_I).sum() / (2 * NUM_ITEMS * count_I.sum())
-    assert gini(count_I) == pytest.approx(expected, abs=1e-12)
+    expected_gini = np.abs(count_I[:, None] - count_I).sum() / (2 * NUM_ITEMS * count_I.sum())
+    assert gini(count_I) == pytest.approx(expected_gini, abs=1e-12)
 
 
 @given(seed=st.integers(0, 1_000))

@@ -1,4 +1,4 @@
-"""Confidence intervals of the metrics compared with scipy and with simulated samples."""
+"""Confidence intervals of the metrics, compared with scipy and with simulated samples."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def test_the_interval_equals_the_interval_of_scipy() -> None:
 def test_95_percent_of_the_intervals_of_user_samples_contain_the_mean_of_all_users() -> None:
     random = np.random.default_rng(1)
     population_U = (random.random(20_000) < 0.2) * random.random(20_000)
-    num_inside = 0
+    num_containing_intervals = 0
     for _ in range(1_000):
         estimate = mean_estimate(random.choice(population_U, 400), confidence=0.95)
         assert estimate.half_width is not None
-        num_inside += abs(estimate.value - population_U.mean()) <= estimate.half_width
-    assert 925 <= num_inside <= 970  # 950 of 1,000 are expected, with a standard deviation of 7
+        num_containing_intervals += abs(estimate.value - population_U.mean()) <= estimate.half_width
+    assert 925 <= num_containing_intervals <= 970  # 950 of 1,000 are expected, with a standard deviation of 7
 
 
 @pytest.mark.parametrize("num_users", [0, 1])

@@ -43,13 +43,13 @@ def _evaluate(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationManifest:
     """Write the stages of the small log and evaluate them. has_embeddings: whether items 0 to 3 have pretrained vectors."""
-    users = [user for user, rows in enumerate(test) if rows]
+    test_users = [user for user, rows in enumerate(test) if rows]
     return evaluate(
         config,
         export=write_export_stage(
             folder / "export",
             item_vectors=ITEM_VECTORS,
-            queries={"test": (users, QUERY_VECTORS[users]), "validation": ([0, 1, 3], QUERY_VECTORS[[0, 1, 3]])},
+            queries={"test": (test_users, QUERY_VECTORS[test_users]), "validation": ([0, 1, 3], QUERY_VECTORS[[0, 1, 3]])},
         ),
         dataset=Dataset(
             write_interactions_stage(
@@ -70,7 +70,7 @@ def _evaluate(
 
 def test_metrics_of_a_small_log_equal_a_count_by_hand(tmp_path: Path) -> None:
     metrics = _evaluate(tmp_path, EvaluationConfig(ks=(1, 2), min_slice_users=1)).metrics
-    # The unseen items are ranked: for user 0: 3 first; for user 1: 5, 4, 3; for user 2: 1, 2, 3, 4; for user 3: 5, 1.
+    # The best unseen items are 3 for user 0; 5, 4, 3 for user 1; 1, 2, 3, 4 for user 2; and 5, 1 for user 3.
     assert metrics["test/users"] == 4
     assert metrics["test/targets"] == 5
     assert metrics["test/seen_targets"] == 1
@@ -113,6 +113,7 @@ def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp
     assert metrics["test/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert metrics["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert metrics["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
+    # The second position has the weight 1 / log2(3) = log(2, 3).
     assert metrics["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
     # Zero-shot ranks item 3 first, because it is the only cold item with a vector.
     assert metrics["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
@@ -198,11 +199,11 @@ def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
 
 def test_without_auc_only_the_metrics_of_the_full_ranking_are_missing(tmp_path: Path) -> None:
     all_metrics = _evaluate(tmp_path / "all", EvaluationConfig(ks=(1, 2)), has_embeddings=True).metrics
-    names = ("recall", "ndcg", "precision", "hit_rate", "map", "mrr")
-    metrics = _evaluate(tmp_path / "top", EvaluationConfig(ks=(1, 2), metrics=names), has_embeddings=True).metrics
-    baselines = [f"baseline/{name}" for name in ("popularity", "cooccurrence", "closed_form", "zero_shot")]
+    metric_names = ("recall", "ndcg", "precision", "hit_rate", "map", "mrr")
+    metrics = _evaluate(tmp_path / "top", EvaluationConfig(ks=(1, 2), metrics=metric_names), has_embeddings=True).metrics
+    baseline_prefixes = [f"baseline/{name}" for name in ("popularity", "cooccurrence", "closed_form", "zero_shot")]
     assert {*all_metrics} - {*metrics} == {
-        f"{prefix}/{name}" for prefix in ("validation", "test", *baselines) for name in ("auc", "gauc", "mrr")
+        f"{prefix}/{name}" for prefix in ("validation", "test", *baseline_prefixes) for name in ("auc", "gauc", "mrr")
     }
     assert metrics == {name: all_metrics[name] for name in metrics}
 
@@ -226,11 +227,11 @@ def random_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExportManif
         [random.choice(num_items, length, replace=False).tolist() for length in random.integers(0, max_length, 300)]
         for num_items, max_length in ((50, 40), (60, 3), (60, 4))
     )
-    users = {split: np.flatnonzero([*map(len, rows)]) for split, rows in (("validation", validation), ("test", test))}
+    users_by_split = {split: np.flatnonzero([*map(len, rows)]) for split, rows in (("validation", validation), ("test", test))}
     export = write_export_stage(
         folder / "export",
         item_vectors=random.normal(size=(60, 5)),
-        queries={split: (rows, random.normal(size=(len(rows), 5))) for split, rows in users.items()},
+        queries={split: (users, random.normal(size=(len(users), 5))) for split, users in users_by_split.items()},
     )
     negatives_by_split_of_users = [random.choice(60, length).tolist() for length in random.integers(0, 3, 900)]
     interactions = write_interactions_stage(
@@ -300,22 +301,22 @@ def test_a_log_without_test_events_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.skipif(not BEAUTY.is_dir(), reason="the public Beauty data is not on this machine")
 def test_popularity_on_beauty_has_the_published_metrics(tmp_path: Path) -> None:
     log = pq.read_table(BEAUTY / "interactions.parquet").sort_by([("user_id", "ascending"), ("position", "ascending")])
-    ids, item = np.unique(log["item_id"].to_numpy(), return_inverse=True)
-    items_of_users = np.split(item, np.flatnonzero(np.diff(log["user_id"].to_numpy())) + 1)
+    item_ids, item_row_E = np.unique(log["item_id"].to_numpy(), return_inverse=True)
+    items_of_users = np.split(item_row_E, np.flatnonzero(np.diff(log["user_id"].to_numpy())) + 1)
     interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[rows[:-2] for rows in items_of_users],
         validation=[rows[-2:-1] for rows in items_of_users],
         test=[rows[-1:] for rows in items_of_users],
-        num_items=len(ids),
-        item_ids=ids.tolist(),
+        num_items=len(item_ids),
+        item_ids=item_ids.tolist(),
     )
     users = np.arange(len(items_of_users))
-    vectors = normalize(torch.randn((len(ids), 4), generator=torch.Generator().manual_seed(0)), dim=1).numpy()
+    vectors = normalize(torch.randn((len(item_ids), 4), generator=torch.Generator().manual_seed(0)), dim=1).numpy()
     export = write_export_stage(
         tmp_path / "export",
         item_vectors=vectors,
-        queries={"test": (users, vectors[users % len(ids)])},
+        queries={"test": (users, vectors[users % len(item_ids)])},
     )
     metrics = evaluate(
         EvaluationConfig(ks=(10,), baselines=()), export=export, dataset=Dataset(interactions), folder=tmp_path / "evaluation"

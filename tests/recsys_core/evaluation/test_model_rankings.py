@@ -18,13 +18,13 @@ QUERIES_OF_LOG = queries_of(QUERY_VECTORS, seen=[[1], [], [2, 3], [4]], targets=
 
 @pytest.fixture
 def export(tmp_path: Path) -> ExportManifest:
-    """Write an export with a ranking of its test queries."""
+    """An export with a stored ranking of its test queries."""
     manifest = write_export_stage(tmp_path / "export", item_vectors=ITEM_VECTORS, queries={"test": (range(4), QUERY_VECTORS)})
     ranking = rank_catalogue(QUERIES_OF_LOG, item_vector_ID=QUERIES_OF_LOG.query_BD.new_tensor(ITEM_VECTORS), k=3)
-    names = [ranking_file("test", content) for content in ("top", "positions", "cold_positions")]
-    for name, array in zip(names, (ranking.top_BK, ranking.position_T, ranking.position_T), strict=True):
-        np.save(manifest.folder / name, array)
-    return manifest.model_copy(update={"files": manifest.files | dict.fromkeys(names, manifest.files["model.json"])})
+    file_names = [ranking_file("test", content) for content in ("top", "positions", "cold_positions")]
+    for file_name, array in zip(file_names, (ranking.top_BK, ranking.position_T, ranking.position_T), strict=True):
+        np.save(manifest.folder / file_name, array)
+    return manifest.model_copy(update={"files": manifest.files | dict.fromkeys(file_names, manifest.files["model.json"])})
 
 
 def test_a_stored_ranking_equals_the_computed_ranking(export: ExportManifest) -> None:

@@ -18,12 +18,12 @@ from tests.recsys_core.evaluation.stage_folders import write_export_stage, write
 
 NUM_USERS, NUM_ITEMS, DIM = 40, 60, 8
 RANDOM = np.random.default_rng(5)
-PROBABILITY = np.arange(1, NUM_ITEMS + 1) / np.arange(1, NUM_ITEMS + 1).sum()
-TRAIN = [RANDOM.choice(NUM_ITEMS, 8, replace=False, p=PROBABILITY).tolist() for _ in range(NUM_USERS)]
+ITEM_PROBABILITY = np.arange(1, NUM_ITEMS + 1) / np.arange(1, NUM_ITEMS + 1).sum()
+TRAIN = [RANDOM.choice(NUM_ITEMS, 8, replace=False, p=ITEM_PROBABILITY).tolist() for _ in range(NUM_USERS)]
 VALIDATION = [RANDOM.choice(NUM_ITEMS, 2, replace=False).tolist() for _ in range(NUM_USERS)]
 TEST: list[list[int]] = [[0] for _ in range(NUM_USERS)]
 ITEM_VECTORS, QUERY_VECTORS = RANDOM.normal(size=(NUM_ITEMS, DIM)), RANDOM.normal(size=(NUM_USERS, DIM))
-POPULARITY = item_popularity(np.bincount(np.concatenate(TRAIN), minlength=NUM_ITEMS))
+ITEM_POPULARITY = item_popularity(np.bincount(np.concatenate(TRAIN), minlength=NUM_ITEMS))
 CONFIG = EvaluationConfig(ks=(20, 5))
 
 
@@ -48,7 +48,7 @@ def write_export(
     )
     item_vectors, query_vectors = ITEM_VECTORS, QUERY_VECTORS
     if weight is not None:
-        item_vectors = np.column_stack([item_vectors, POPULARITY])
+        item_vectors = np.column_stack([item_vectors, ITEM_POPULARITY])
         query_vectors = np.column_stack([query_vectors, np.full(NUM_USERS, weight)])
     return write_export_stage(
         folder / f"export {weight}",
@@ -98,7 +98,7 @@ def test_with_the_largest_default_weight_the_popularity_varies_half_as_much_as_t
     curve = popularity_curve(CONFIG, export=write_export(tmp_path, weight=None), interactions=write_interactions(tmp_path))
     assert len(curve) == 7 and curve[0].weight == -curve[-1].weight
     score_std = (QUERY_VECTORS @ ITEM_VECTORS.T).std(axis=1).mean()
-    assert curve[-1].weight * POPULARITY.std() == pytest.approx(score_std / 2, rel=0.05)
+    assert curve[-1].weight * ITEM_POPULARITY.std() == pytest.approx(score_std / 2, rel=0.05)
 
 
 def test_the_plot_of_the_curve_is_a_png_file(tmp_path: Path) -> None:

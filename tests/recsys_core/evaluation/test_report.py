@@ -31,13 +31,13 @@ def test_the_table_lists_the_model_and_its_baselines() -> None:
 
 
 def test_cold_items_have_rows_of_their_own_and_a_note_with_their_number() -> None:
-    cold = {
+    cold_metrics = {
         "test/cold/recall@20": 0.7,
         "test/cold/users": 5.0,
         "test/cold/items": 1200.0,
         "baseline/zero_shot/cold/recall@20": 0.8,
     }
-    table = metric_table(METRICS | cold | {"baseline/zero_shot/recall@20": 0.3})
+    table = metric_table(METRICS | cold_metrics | {"baseline/zero_shot/recall@20": 0.3})
     assert list(table.rows) == ["model", "popularity", "zero_shot", "model, cold", "zero_shot, cold"]
     assert table.rows["model, cold"] == (0.7, None)
     assert table.best_comparable("popularity") == (0.4, 0.1)
@@ -47,9 +47,9 @@ def test_cold_items_have_rows_of_their_own_and_a_note_with_their_number() -> Non
 
 
 def test_the_best_share_of_known_negatives_is_the_lowest() -> None:
-    negatives = {"test/known_negatives@10": 0.02, "baseline/popularity/known_negatives@10": 0.01}
-    negatives |= {"test/cold/recall@20": 0.7, "test/cold/users": 5.0, "test/cold/items": 1200.0}
-    table = metric_table(METRICS | negatives)
+    negative_metrics = {"test/known_negatives@10": 0.02, "baseline/popularity/known_negatives@10": 0.01}
+    negative_metrics |= {"test/cold/recall@20": 0.7, "test/cold/users": 5.0, "test/cold/items": 1200.0}
+    table = metric_table(METRICS | negative_metrics)
     assert table.columns == ("recall@20", "mrr", "known_negatives@10")
     assert table.best_comparable("model") == (0.4, 0.1, 0.01)
     assert table.best_comparable("model, cold") == (0.7, 0.0, 0.0)
@@ -82,11 +82,11 @@ def test_a_table_shows_the_closest_cut_off_if_the_usual_cut_off_was_not_measured
 
 
 def test_a_slice_with_enough_users_has_no_value_if_neither_recall_nor_ndcg_is_measured() -> None:
-    large, small = (
+    large_slice, small_slice = (
         SliceReport(name=name, num_users=num_users, num_targets=95, min_users=30, metrics={}, half_widths={})
         for name, num_users in (("head items", 90), ("cold items", 3))
     )
-    assert slice_rows([large, small]) == [
+    assert slice_rows([large_slice, small_slice]) == [
         ["slice", "users", "targets", "metrics"],
         ["head items", "90", "95", "-"],
         ["cold items", "3", "95", "not enough data (30 users needed)"],
@@ -117,10 +117,10 @@ def write_train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved during the test."""
-    saved: list[Figure] = []
+    saved_figures: list[Figure] = []
     save_png = plots.save_png
-    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or save_png(figure, path))
-    return saved
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved_figures.append(figure) or save_png(figure, path))
+    return saved_figures
 
 
 @pytest.mark.parametrize("best_epoch", [None, 3])

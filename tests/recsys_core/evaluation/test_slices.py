@@ -68,7 +68,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
 
 
 @pytest.mark.parametrize(
-    ("name", "owners", "expected_targets"),
+    ("name", "owner_rows", "expected_targets_by_value"),
     [
         ("item.brand", [0, 2, 1, 3], {"red": [0, 1], "(other)": [3], "blue": [2]}),
         ("item.tags", [0, 1, 3], {"blue": [0, 1], "red": [0]}),
@@ -78,11 +78,11 @@ def features(tmp_path: Path) -> FeaturesManifest:
     ],
 )
 def test_a_slice_has_the_targets_whose_owners_have_its_value(
-    name: str, owners: list[int], expected_targets: dict[str, list[int]], features: FeaturesManifest
+    name: str, owner_rows: list[int], expected_targets_by_value: dict[str, list[int]], features: FeaturesManifest
 ) -> None:
-    mask_by_slice = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owners))
+    mask_by_slice = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owner_rows))
     assert {slice_name: np.flatnonzero(mask).tolist() for slice_name, mask in mask_by_slice.items()} == {
-        f"{name}={value}": targets for value, targets in expected_targets.items()
+        f"{name}={value}": targets for value, targets in expected_targets_by_value.items()
     }
 
 
@@ -167,21 +167,25 @@ def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest
 
 def test_the_evaluation_reports_slices_of_items_users_and_context(tmp_path: Path, features: FeaturesManifest) -> None:
     slices = tuple(FeatureSlice(feature=name, min_users=1) for name in ("item.brand", "user.age", "context.hash"))
-    reports = {report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices}
+    report_by_name = {
+        report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices
+    }
     # The items of the three users, with the test items after a bar: 0 1 | 2, 0 | 1 3, 3 | 0.
-    num_users_and_targets = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
+    num_users_and_targets = {
+        name: (report.num_users, report.num_targets) for name, report in report_by_name.items() if "=" in name
+    }
     assert num_users_and_targets == {
         "item.brand=red": (2, 2), "item.brand=(other)": (1, 1), "item.brand=blue": (1, 1),
         "user.age=[30, inf)": (2, 3), "user.age=[-inf, 30)": (1, 1),
         "context.hash=(hash 2)": (2, 3), "context.hash=(hash 1)": (1, 1),
     }  # fmt: skip
-    assert {name: reports[f"{name} users"].num_users for name in ("new", "light", "heavy")} == {
+    assert {name: report_by_name[f"{name} users"].num_users for name in ("new", "light", "heavy")} == {
         "new": 0,
         "light": 2,
         "heavy": 1,
     }
-    assert reports["item.brand=blue"].metrics["recall@1"] == 1  # user 1 has item 1 in first place
-    assert reports["context.hash=(hash 2)"].metrics["recall@1"] == pytest.approx((1 + 1 / 2) / 2)
+    assert report_by_name["item.brand=blue"].metrics["recall@1"] == 1  # user 1 has item 1 in first place
+    assert report_by_name["context.hash=(hash 2)"].metrics["recall@1"] == pytest.approx((1 + 1 / 2) / 2)
 
 
 def test_a_slice_with_too_few_users_has_no_metrics(tmp_path: Path, features: FeaturesManifest) -> None:

@@ -44,7 +44,9 @@ def sorted_ranking(score: np.ndarray, *, seen: list[list[int]], targets: list[li
 
 
 def assert_ranking(ranking: Ranking, *, positions: Positions, orders: list[list[int]], k: int) -> None:
-    pairs = zip(ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), strict=True)
-    assert [*pairs] == [(query, target, positions[query, target]) for query, target in sorted(positions)]
+    queries_items_and_positions = zip(
+        ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), strict=True
+    )
+    assert [*queries_items_and_positions] == [(query, target, positions[query, target]) for query, target in sorted(positions)]
     assert [[row for row in top if row >= 0] for top in ranking.top_BK.tolist()] == [order[:k] for order in orders]
     assert ranking.num_candidates_B.tolist() == [len(order) for order in orders]

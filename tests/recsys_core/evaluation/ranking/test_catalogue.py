@@ -27,10 +27,10 @@ def test_positions_and_top_lists_equal_a_sort_with_ties_in_tie_order(
 ) -> None:
     random = np.random.default_rng(seed)
     # Small integers give many ties, and additions that are exact in any order.
-    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
-    queries = queries_of(query, seen=seen, targets=targets)
-    ranking = rank_catalogue(queries, item_vector_ID=torch.tensor(item, dtype=torch.float32), k=k)
-    positions, orders = sorted_ranking(query @ item.T, seen=seen, targets=targets)
+    query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
+    queries = queries_of(query_BD, seen=seen, targets=targets)
+    ranking = rank_catalogue(queries, item_vector_ID=torch.tensor(item_ID, dtype=torch.float32), k=k)
+    positions, orders = sorted_ranking(query_BD @ item_ID.T, seen=seen, targets=targets)
     assert_ranking(ranking, positions=positions, orders=orders, k=k)
     assert ranking.num_seen_targets == sum(
         len({*target_rows} & {*seen_rows}) for target_rows, seen_rows in zip(targets, seen, strict=True)
@@ -48,17 +48,19 @@ def test_a_model_with_equal_scores_ranks_at_random_and_not_by_popularity() -> No
 
 def test_chunk_size_and_number_of_threads_do_not_change_the_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(3)
-    query, item = (torch.tensor(random.integers(-2, 3, shape), dtype=torch.float32) for shape in ((40, 4), (30, 4)))
+    query_BD, item_vector_ID = (
+        torch.tensor(random.integers(-2, 3, shape), dtype=torch.float32) for shape in ((40, 4), (30, 4))
+    )
     seen, targets = ([random.integers(0, 30, length).tolist() for _ in range(40)] for length in (3, 4))
-    queries = queries_of(query, seen=seen, targets=targets)
-    whole_ranking = rank_catalogue(queries, item_vector_ID=item, k=7)
+    queries = queries_of(query_BD, seen=seen, targets=targets)
+    whole_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=7)
     monkeypatch.setattr(chunks, "MIN_CHUNK_QUERIES", 1)
     monkeypatch.setattr(chunks, "CHUNK_SCORES", 70)
     num_threads_before = torch.get_num_threads()
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
         try:
-            chunked_ranking = rank_catalogue(queries, item_vector_ID=item, k=7)
+            chunked_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=7)
             assert torch.get_num_threads() == num_threads
         finally:
             torch.set_num_threads(num_threads_before)

@@ -22,7 +22,7 @@ def queries_and_items() -> tuple[Queries, torch.Tensor]:
     return random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
 
 
-@pytest.mark.parametrize("top_only", [False, True])
+@pytest.mark.parametrize("top_only", [False, True], ids=["full ranking", "top lists only"])
 @pytest.mark.parametrize("k", [0, 30])
 def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
     queries_and_items: tuple[Queries, torch.Tensor],
@@ -40,7 +40,7 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
         monkeypatch.setattr(chunks_module, name, value)
     whole_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     grid, row_C = Grid.of(NUM_ITEMS, k=k, top_only=top_only), tie_order(NUM_ITEMS)
-    assert grid.block_columns == 640
+    assert grid.block_columns == 640  # 600 is rounded up to whole tiles
     blocks = [(start, item_vector_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):

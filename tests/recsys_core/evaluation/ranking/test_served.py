@@ -57,13 +57,13 @@ def test_unknown_queries_are_ranked_by_popularity(
 
 @given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.sets(st.integers(0, NUM_ITEMS - 1)))
 def test_a_ranking_of_candidates_is_the_full_ranking_without_the_other_items(
-    seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
+    seed: int, seen: list[list[int]], targets: list[list[int]], candidate_rows: set[int]
 ) -> None:
     random = np.random.default_rng(seed)
     query_BD, item_ID = (
         torch.tensor(random.integers(-1, 2, (num_rows, 3)), dtype=torch.float64) for num_rows in (NUM_QUERIES, NUM_ITEMS)
     )
-    candidate_row_C = np.array(sorted(candidates), np.int64)
+    candidate_row_C = np.array(sorted(candidate_rows), np.int64)
     # Avoid ties: `rank_among` breaks ties in another order than `rank_as_served`.
     item_ID += torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
     is_known_B, popularity_order_I = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
@@ -72,14 +72,18 @@ def test_a_ranking_of_candidates_is_the_full_ranking_without_the_other_items(
     full_ranking = rank_as_served(all_queries, **arguments)
     ranking = rank_among(all_queries, candidate_rows=candidate_row_C, **arguments)
 
-    queries_with_target = [query for query in range(NUM_QUERIES) if candidates & set(targets[query])]
-    expected_rows = [[row for row in full_ranking.top_BK[query].tolist() if row in candidates] for query in queries_with_target]
+    queries_with_target = [query for query in range(NUM_QUERIES) if candidate_rows & set(targets[query])]
+    expected_rows = [
+        [row for row in full_ranking.top_BK[query].tolist() if row in candidate_rows] for query in queries_with_target
+    ]
     assert [[int(candidate_row_C[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == expected_rows
     assert ranking.num_candidates_B.tolist() == [len(rows) for rows in expected_rows]
-    assert ranking.num_items == len(candidates)
-    pairs = zip(ranking.query_T.tolist(), candidate_row_C[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
-    assert set(pairs) == {
+    assert ranking.num_items == len(candidate_rows)
+    queries_items_and_positions = zip(
+        ranking.query_T.tolist(), candidate_row_C[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True
+    )
+    assert set(queries_items_and_positions) == {
         (query_index, row, expected_rows[query_index].index(row))
         for query_index, query in enumerate(queries_with_target)
-        for row in candidates & set(targets[query]) - set(seen[query])
+        for row in candidate_rows & set(targets[query]) - set(seen[query])
     }

@@ -47,8 +47,8 @@ def model_and_retriever(request: pytest.FixtureRequest, build_packaged_model: Mo
 
 def test_known_users_get_the_exact_best_unseen_items(flat_model: PackagedModel, retriever: Retriever) -> None:
     exported_model = flat_model.exported_model
-    recommendations = retriever.recommend(USER_IDS, k=10)
-    ids, scores = recommendations.item_ids, recommendations.scores
+    answers = retriever.recommend(USER_IDS, k=10)
+    ids, scores = answers.item_ids, answers.scores
     for user in range(NUM_USERS):
         query_vector = exported_model.query_vector(user, exported_model.log[user])
         assert ids[user].tolist() == exported_model.best_ids(query_vector, seen_rows=exported_model.log[user], k=10)
@@ -71,8 +71,8 @@ def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(
 ) -> None:
     exported_model, retriever = model_and_retriever
     for k in (1, 20, NUM_ITEMS, NUM_ITEMS + 50):
-        recommendations = retriever.recommend(USER_IDS, k=k)
-        for user, (item_ids, scores) in enumerate(zip(recommendations.item_ids, recommendations.scores, strict=True)):
+        answers = retriever.recommend(USER_IDS, k=k)
+        for user, (item_ids, scores) in enumerate(zip(answers.item_ids, answers.scores, strict=True)):
             seen_ids = seen_ids_of(exported_model, user)
             assert len(item_ids) == len(scores) == len({*item_ids}) == min(k, NUM_ITEMS - len(seen_ids))
             assert {*item_ids} <= {*ITEM_IDS} - seen_ids
@@ -134,8 +134,8 @@ def test_an_unknown_user_without_a_known_item_gets_popular_items(flat_model: Pac
     exported_model = flat_model.exported_model
     count_I = np.bincount(np.concatenate(exported_model.train), minlength=NUM_ITEMS)
     popular_rows = sorted(range(NUM_ITEMS), key=lambda row: (-count_I[row], ITEM_IDS[row]))[:15]
-    recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
-    ids, scores = recommendations.item_ids, recommendations.scores
+    answers = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
+    ids, scores = answers.item_ids, answers.scores
     for item_ids, item_scores in zip(ids[:2], scores[:2], strict=True):
         assert item_ids.tolist() == [ITEM_IDS[row] for row in popular_rows]
         np.testing.assert_allclose(item_scores, count_I[popular_rows] / count_I.sum(), rtol=1e-6)

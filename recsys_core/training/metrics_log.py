@@ -195,11 +195,13 @@ class MetricsTail:
 
 
 def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path, process: Process) -> profile | None:
-    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None if `config` is None.
+    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None if it would record no step.
 
     The profiler is a context manager; call its step() after each training step.
 
-    num_steps: largest number of steps of this attempt. If it is too small for a recording, a warning is logged.
+    Args:
+        config: None: no profile.
+        num_steps: largest number of steps of this attempt. If it is too small for a recording, a warning is logged.
     """
     if config is None:
         return None
@@ -211,6 +213,7 @@ def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path,
             num_skipped_steps,
             num_steps,
         )
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     trace_path = folder / f"rank-{process.rank}.json.gz"
     return profile(

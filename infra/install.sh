@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON [EXTRAS]. EXTRAS may be spark. DEVICE is cpu, gpu, serve (`nightjar serve` alone) or tools (only uv).
+# Create a virtual environment in FOLDER from the lock files, and delete FOLDER first. Usage: infra/install.sh FOLDER DEVICE PYTHON [EXTRAS]. EXTRAS may be spark. DEVICE is cpu, gpu, serve (`nightjar serve` alone) or tools (only uv).
 set -euo pipefail
 venv=$1 device=$2 python=$3 extras=${4:-}
 locks=infra/locks

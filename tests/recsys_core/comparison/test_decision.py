@@ -8,7 +8,7 @@ import pytest
 from recsys_core.comparison.decision import ALARM_E_VALUE, Evidence, Verdict, decide, e_value, missing_evidence
 from recsys_core.comparison.rules import Comparison, Outcome
 
-NUM_SERIES, NUM_RUNS, NUM_CHANGED_USERS = 500, 60, 200
+NUM_SERIES, NUM_RUNS, NUM_DIFFERING_USERS = 500, 60, 200
 
 
 def evidence_of(subject: str, outcome: Outcome, *, is_guardrail: bool = False) -> Evidence:
@@ -18,8 +18,8 @@ def evidence_of(subject: str, outcome: Outcome, *, is_guardrail: bool = False) -
     return Evidence(subject=subject, baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)
 
 
-ACCEPTED, REJECTED, UNDECIDED = (evidence_of(outcome, outcome) for outcome in get_args(Outcome))
-ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL, UNDECIDED_GUARDRAIL = (
+ACCEPTED, REJECTED, NOT_ENOUGH_DATA = (evidence_of(outcome, outcome) for outcome in get_args(Outcome))
+ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL, NOT_ENOUGH_DATA_GUARDRAIL = (
     evidence_of(f"guardrail {outcome}", outcome, is_guardrail=True) for outcome in get_args(Outcome)
 )
 
@@ -28,22 +28,22 @@ ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL, UNDECIDED_GUARDRAIL = (
     ("evidence", "verdict", "reasons"),
     [
         ([ACCEPTED, ACCEPTED_GUARDRAIL], "promoted", ["accepted is 0.5"]),
-        ([ACCEPTED, UNDECIDED_GUARDRAIL], "promoted", ["accepted is 0.5"]),
-        ([ACCEPTED, UNDECIDED], "not_enough_data", ["not_enough_data is 0.5"]),
+        ([ACCEPTED, NOT_ENOUGH_DATA_GUARDRAIL], "promoted", ["accepted is 0.5"]),
+        ([ACCEPTED, NOT_ENOUGH_DATA], "not_enough_data", ["not_enough_data is 0.5"]),
         ([ACCEPTED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is 0.5"]),
-        ([UNDECIDED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is 0.5"]),
-        ([UNDECIDED, REJECTED_GUARDRAIL, REJECTED], "not_promoted", ["rejected is 0.5"]),
+        ([NOT_ENOUGH_DATA, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is 0.5"]),
+        ([NOT_ENOUGH_DATA, REJECTED_GUARDRAIL, REJECTED], "not_promoted", ["rejected is 0.5"]),
     ],
 )
-def test_a_rejection_outweighs_too_few_users_and_guardrails_can_only_prevent_a_promotion(
+def test_a_rejection_takes_precedence_over_missing_data_and_guardrails_can_only_prevent_a_promotion(
     evidence: list[Evidence], verdict: Verdict, reasons: list[str]
 ) -> None:
     assert decide(evidence) == (verdict, tuple(reasons))
 
 
 def test_the_guardrails_with_too_few_users_are_named() -> None:
-    assert missing_evidence([UNDECIDED, ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL]) == ()
-    assert missing_evidence([ACCEPTED, ACCEPTED_GUARDRAIL, UNDECIDED_GUARDRAIL]) == (
+    assert missing_evidence([NOT_ENOUGH_DATA, ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL]) == ()
+    assert missing_evidence([ACCEPTED, ACCEPTED_GUARDRAIL, NOT_ENOUGH_DATA_GUARDRAIL]) == (
         "not enough data for 1 of 2 guardrails: guardrail not_enough_data",
     )
 
@@ -51,11 +51,11 @@ def test_the_guardrails_with_too_few_users_are_named() -> None:
 def largest_products(win_rate: float) -> np.ndarray:
     """Return the largest product of e-values that each series of runs reaches.
 
-    win_rate: probability that a user with a changed value is better off with the new version than with the champion.
+    win_rate: probability that the new version is better for a user whose metric differs from that with the champion.
     """
-    num_wins = np.random.default_rng(0).binomial(NUM_CHANGED_USERS, win_rate, size=(NUM_SERIES, NUM_RUNS))
+    num_wins = np.random.default_rng(0).binomial(NUM_DIFFERING_USERS, win_rate, size=(NUM_SERIES, NUM_RUNS))
     e_value_by_num_wins = {
-        int(win_count): e_value(int(win_count), NUM_CHANGED_USERS - int(win_count)) for win_count in np.unique(num_wins)
+        int(win_count): e_value(int(win_count), NUM_DIFFERING_USERS - int(win_count)) for win_count in np.unique(num_wins)
     }
     products = np.cumprod(np.vectorize(e_value_by_num_wins.get)(num_wins), axis=1)
     return np.asarray(products.max(axis=1))

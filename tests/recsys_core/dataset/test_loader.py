@@ -85,7 +85,7 @@ def histories(batch: Batch) -> list[list[int]]:
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    """Return all tensors of a batch without features."""
+    """Return all tensors of a batch. The batch must not have features."""
     tensors = [getattr(batch, name) for name in TENSOR_NAMES]
     for jagged in batch.sparse.values():
         tensors += [jagged.values(), jagged.lengths()]
@@ -155,14 +155,14 @@ def test_positives_users_and_histories_belong_to_one_example(
     )
     for batch in (loader.batch(0, batch_index) for batch_index in range(len(loader))):
         assert len(batch.candidate_index_C) == batch.batch_size + num_negatives
-        users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
-        for item, history, looked_up_users in zip(positives(batch), histories(batch), users_B, strict=True):
+        user_row_B1 = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
+        for item, history, looked_up_user_rows in zip(positives(batch), histories(batch), user_row_B1, strict=True):
             user, train_index = event_by_item[item]
             train_items = log[user][0]
             ordered_history = train_items[max(0, train_index - max_history) : train_index] if max_history else []
             target_items = train_items[train_index : train_index + 1] if include_target else []
             unordered_history = (target_items + train_items[train_index + 1 :] + train_items[:train_index])[:max_history]
-            assert looked_up_users.tolist() == [user]
+            assert looked_up_user_rows.tolist() == [user]
             assert history == (ordered_history if is_ordered else unordered_history)
 
 
@@ -224,8 +224,8 @@ def test_a_batch_depends_only_on_seed_epoch_rank_and_index(
     log: Log, is_ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    negative_times: NegativeTimes = [([0] * 4, [], [0])] * len(log)
-    store = store_with_negatives(log, negative_times, is_ordered=is_ordered)
+    known_negative_times: NegativeTimes = [([0] * 4, [], [0])] * len(log)
+    store = store_with_negatives(log, known_negative_times, is_ordered=is_ordered)
     loader, equal_loader = (
         loader_of(
             store,
@@ -262,7 +262,7 @@ def test_the_order_of_the_examples_depends_on_seed_and_epoch() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loaders compute chunks of 14 candidates: three batches without negatives, or two batches with 3 negatives."""
+    """Let a chunk have 14 candidates: three batches of 4 examples, or two batches of 4 examples and 3 negatives."""
     monkeypatch.setattr("recsys_core.dataset.loader.CHUNK_CANDIDATES", 14)
 
 

@@ -236,7 +236,7 @@ def test_a_model_can_start_from_a_champion_with_the_same_encoder(pooling: str) -
 
 
 @every_pooling
-def test_a_tower_with_8_bit_rows_computes_nearly_the_same_queries(pooling: str) -> None:
+def test_a_tower_with_8_bit_item_vectors_computes_nearly_the_queries_of_the_fp32_tower(pooling: str) -> None:
     torch.manual_seed(0)
     spec = spec_of(pooling)
     tower = torch.nn.ModuleDict({"query": QueryTower(spec)})
@@ -265,5 +265,5 @@ def test_last_items_returns_the_last_item_or_the_start_vector(histories: list[li
     item_VD, start_vector = torch.randn(5, WIDTH), torch.randn(WIDTH)
     expected_vectors = [item_VD[items[-1]].tolist() if items else start_vector.tolist() for items in histories]
     assert last_items(item_VD, *history_and_offset(histories), start=start_vector).tolist() == expected_vectors
-    last_of_empty_BD = last_items(item_VD[:0], *history_and_offset([[] for _ in histories]), start=start_vector)
-    assert last_of_empty_BD.tolist() == [start_vector.tolist()] * len(histories)
+    empty_history_BD = last_items(item_VD[:0], *history_and_offset([[] for _ in histories]), start=start_vector)
+    assert empty_history_BD.tolist() == [start_vector.tolist()] * len(histories)

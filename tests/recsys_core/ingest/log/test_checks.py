@@ -47,7 +47,7 @@ BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "'number', row 1: 9.00 is outside of 0 to 5 (2 of 4",
     ),
     "an infinite label": ({"number": [1.0, INF, 5.0, -INF]}, LABEL_SETTINGS, "'number', row 1: inf is infinite (2 of 4"),
-    "an infinite label of a range": (
+    "an infinite label, although the range of labels is set": (
         {"number": [1.0, -INF, 5.0, 1.0]},
         RANGE_SETTINGS,
         "'number', row 1: -inf is infinite (1 of 4",
@@ -130,7 +130,7 @@ def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Pat
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
 
 
-def test_dropping_the_bad_rows_is_proposed_with_a_sufficient_share_unless_all_rows_are_bad(tmp_path: Path) -> None:
+def test_the_error_proposes_to_drop_bad_rows_with_a_max_bad_share_unless_all_rows_are_bad(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"t": [1, -1, -1, 3]}))
     with pytest.raises(InputError, match=r"on_bad_rows to drop and interactions\.max_bad_share to 0\.5$"):
         ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT)
@@ -202,13 +202,13 @@ def test_dropped_rows_are_counted_by_reason_and_all_other_rows_are_kept(tmp_path
     settings = RANGE_SETTINGS | {"weight_column": "weight", "on_bad_rows": "drop"}
     manifest = ingest(tmp_path / "dropped", *paths, split=LEAVE_LAST_OUT, max_bad_share=0.3, **settings)
     assert_stored_events(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
-    num_bad_rows = sum((num_bad_rows_by_reason(columns) for columns, _ in logs), Counter())
-    assert manifest.num_bad_rows_by_reason == num_bad_rows
+    expected_count_by_reason = sum((num_bad_rows_by_reason(columns) for columns, _ in logs), Counter())
+    assert manifest.num_bad_rows_by_reason == expected_count_by_reason
     statistics = manifest.columns["user_id"]
-    assert statistics.num_nulls == num_bad_rows["user_id: null"]
-    assert statistics.num_out_of_range == num_bad_rows["user_id: an empty string"]
+    assert statistics.num_nulls == expected_count_by_reason["user_id: null"]
+    assert statistics.num_out_of_range == expected_count_by_reason["user_id: an empty string"]
     num_low_labels = sum(label is not None and label < 1 for columns, _ in logs for label in columns["number"])
-    # Bad rows with a low label are not counted.
+    # The bad rows among `num_low_labels` are dropped before the filter.
     assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= num_low_labels
     assert_rejects(
         lambda folder: ingest(folder, *paths, split=LEAVE_LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
@@ -217,7 +217,7 @@ def test_dropped_rows_are_counted_by_reason_and_all_other_rows_are_kept(tmp_path
     )  # fmt: skip
 
 
-def test_values_too_large_for_the_stored_type_are_dropped(tmp_path: Path) -> None:
+def test_a_user_id_and_a_weight_that_cannot_be_stored_are_dropped(tmp_path: Path) -> None:
     log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
     users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
     columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "number": [1.0] * 7 + [-1e300]}
@@ -258,15 +258,15 @@ def test_all_texts_are_stored_unchanged_as_ids_and_unusual_ids_are_counted(tmp_p
 
 @pytest.mark.both_engines
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
-    events = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
+    event_columns = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
     for name in ("a%E2%80%AEx", "b%0A", "c"):
-        write_parquet(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
+        write_parquet(tmp_path / "log" / f"user_id={name}" / "a.parquet", **event_columns)
     log_path = str(tmp_path / "log")
     manifest = ingest(tmp_path / "accepted", log_path, split=LEAVE_LAST_OUT)
     valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
     assert_stored_events(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
-    write_parquet(tmp_path / "log" / "user_id=" / "a.parquet", **events)
+    write_parquet(tmp_path / "log" / "user_id=" / "a.parquet", **event_columns)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT), tmp_path, message)
 
@@ -285,7 +285,8 @@ def test_a_null_is_found_even_if_the_statistics_count_no_null(tmp_path: Path) ->
         path = Path(write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"number": [1.0] * 4, column: values})))
         content = path.read_bytes()
         data_bytes, footer = content[: footer_start(content)], content[footer_start(content) :]
-        path.write_bytes(data_bytes + footer.replace(b"\x16\x02", b"\x16\x00"))  # the count of nulls, 1 in Thrift, becomes 0
+        # Change the number of nulls from 1 to 0. 16 starts the field, and Thrift stores a number as twice its value.
+        path.write_bytes(data_bytes + footer.replace(b"\x16\x02", b"\x16\x00"))
         message = f"{path}: column {column!r}, row 1: null"
         assert_rejects(
             lambda folder, path=path: ingest(folder, str(path), split=LEAVE_LAST_OUT, **WEIGHT_SETTINGS), tmp_path, message

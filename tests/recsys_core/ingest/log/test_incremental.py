@@ -43,8 +43,8 @@ def ingest_in_two_runs(
 ) -> tuple[InteractionsManifest, InteractionsManifest]:
     """Ingest three days in a first run, and a fourth day in a second run. Return both manifests."""
     first_manifest = ingest(folder / "run1", write_days(folder / "in", EVENTS_BY_DAY[:3]), split=split, **settings)
-    paths = write_days(folder / "in", EVENTS_BY_DAY)
-    return first_manifest, ingest(folder / "run2", paths, split=split, previous=first_manifest, **settings)
+    log_glob = write_days(folder / "in", EVENTS_BY_DAY)
+    return first_manifest, ingest(folder / "run2", log_glob, split=split, previous=first_manifest, **settings)
 
 
 def row_by_id(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
@@ -80,14 +80,15 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
     assert_same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT))
 
 
-def test_events_at_the_same_time_are_sorted_by_the_run_that_read_their_item_then_by_count_then_by_id(tmp_path: Path) -> None:
-    first_day_events: list[Event] = [("bob", "c", 1), ("bob", "d", 2), ("cat", "d", 3 * DAY_US)]
+def test_events_at_the_same_time_are_in_the_order_of_their_items(tmp_path: Path) -> None:
+    """An item that an earlier run has read comes first. New items are sorted by their number of events, largest first."""
+    first_file_events: list[Event] = [("bob", "c", 1), ("bob", "d", 2), ("cat", "d", 3 * DAY_US)]
     tied_events: list[Event] = [("ann", item, 5) for item in ("d", "b", "c", "a", "e")]
-    second_day_events = [*tied_events, ("bob", "b", 6), ("bob", "e", 7), ("cat", "e", 8)]
-    first_paths = write_days(tmp_path / "in", [first_day_events])
-    first_manifest = ingest(tmp_path / "run1", first_paths, split=TIME_SPLIT)
-    paths = write_days(tmp_path / "in", [first_day_events, second_day_events])
-    manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
+    second_file_events = [*tied_events, ("bob", "b", 6), ("bob", "e", 7), ("cat", "e", 8)]
+    first_log_glob = write_days(tmp_path / "in", [first_file_events])
+    first_manifest = ingest(tmp_path / "run1", first_log_glob, split=TIME_SPLIT)
+    log_glob = write_days(tmp_path / "in", [first_file_events, second_file_events])
+    manifest = ingest(tmp_path / "run2", log_glob, split=TIME_SPLIT, previous=first_manifest)
     ann_row = row_by_id(manifest, "users")["ann"]
     item_rows = EventStore.open(manifest).items_before(np.array([ann_row]), "test").values_L
     items = [*row_by_id(manifest, "items")]
@@ -152,10 +153,10 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
     late_events_by_day = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
     for day, events in enumerate(late_events_by_day):
         write_log(tmp_path / "in" / f"late{day}.parquet", events)
-    paths = str(tmp_path / "in" / "late*.parquet")
-    second_manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
+    log_glob = str(tmp_path / "in" / "late*.parquet")
+    second_manifest = ingest(tmp_path / "run2", log_glob, split=TIME_SPLIT, previous=first_manifest)
     assert (second_manifest.rebuild_reason, second_manifest.num_idle_users, second_manifest.num_users) == (None, 3, 5)
-    third_manifest = ingest(tmp_path / "run3", paths, split=TIME_SPLIT, previous=second_manifest)
+    third_manifest = ingest(tmp_path / "run3", log_glob, split=TIME_SPLIT, previous=second_manifest)
     assert third_manifest.rebuild_reason is not None
     assert "3 of 5 users had no event in the previous run" in third_manifest.rebuild_reason
     assert (third_manifest.num_users, third_manifest.num_idle_users) == (2, 0)
@@ -174,10 +175,10 @@ def test_a_rebuild_is_due_when_most_items_have_neither_an_event_nor_a_vector(tmp
 def test_with_a_new_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
     for day, events in enumerate(EVENTS_BY_DAY):
         write_log(tmp_path / "in" / f"day{day}.parquet", events, stars=[5, 1, 5])
-    paths = str(tmp_path / "in" / "*.parquet")
-    first_manifest = ingest(tmp_path / "run1", paths, split=TIME_SPLIT)
+    log_glob = str(tmp_path / "in" / "*.parquet")
+    first_manifest = ingest(tmp_path / "run1", log_glob, split=TIME_SPLIT)
     second_manifest = ingest(
-        tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest, label_column="stars", label_threshold=3
+        tmp_path / "run2", log_glob, split=TIME_SPLIT, previous=first_manifest, label_column="stars", label_threshold=3
     )
     assert (second_manifest.num_files_read, second_manifest.run_number) == (4, 2)
     assert second_manifest.num_removed_events_by_filter == {"below_threshold": 4}
@@ -190,11 +191,11 @@ def test_an_id_with_too_few_events_gets_a_row_in_the_first_run_in_which_it_has_e
     assert set(row_by_id(first_manifest, "users")) == {"ann", "bob"}
     assert row_by_id(first_manifest, "users").items() <= row_by_id(second_manifest, "users").items()
     write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
-    paths = str(tmp_path / "in" / "*.parquet")
-    third_manifest = ingest(tmp_path / "run3", paths, split=TIME_SPLIT, previous=second_manifest, **filter_settings)
+    log_glob = str(tmp_path / "in" / "*.parquet")
+    third_manifest = ingest(tmp_path / "run3", log_glob, split=TIME_SPLIT, previous=second_manifest, **filter_settings)
     assert row_by_id(second_manifest, "users").items() <= row_by_id(third_manifest, "users").items()
     assert set(row_by_id(third_manifest, "users")) == {"ann", "bob", "cat", "dan"}
-    assert_same_events(third_manifest, ingest(tmp_path / "whole", paths, split=TIME_SPLIT, **filter_settings))
+    assert_same_events(third_manifest, ingest(tmp_path / "whole", log_glob, split=TIME_SPLIT, **filter_settings))
 
 
 def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,13 +296,13 @@ lists_of_days = st.lists(events_of_day, min_size=4, max_size=7)
 @settings(max_examples=10)
 @given(
     events_by_day=lists_of_days,
-    run_days=st.sets(st.integers(1, 6), min_size=1, max_size=3),
+    last_day_indices=st.sets(st.integers(1, 6), min_size=1, max_size=3),
     min_item_events=st.integers(1, 2),
 )
 def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     tmp_path_factory: pytest.TempPathFactory,
     events_by_day: list[list[Event]],
-    run_days: set[int],
+    last_day_indices: set[int],
     min_item_events: int,
 ) -> None:
     log_by_day = [
@@ -313,20 +314,20 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     test_path = write_log(folder / "test.parquet", log_by_day[0])
     ingest_settings = {"split": {"kind": "files", "test_paths": test_path}, "filter": {"min_item_events": min_item_events}}
     manifest: InteractionsManifest | None = None
-    num_days_by_run = sorted({2, *(min(day + 1, len(log_by_day)) for day in run_days), len(log_by_day)})
+    num_days_by_run = sorted({2, *(min(day + 1, len(log_by_day)) for day in last_day_indices), len(log_by_day)})
     for run_index, num_days in enumerate(num_days_by_run):
-        previous_manifest, paths = manifest, write_days(folder / "in", log_by_day[:num_days])
-        manifest = ingest(folder / f"run{run_index}", paths, previous=previous_manifest, **ingest_settings)
+        previous_manifest, log_glob = manifest, write_days(folder / "in", log_by_day[:num_days])
+        manifest = ingest(folder / f"run{run_index}", log_glob, previous=previous_manifest, **ingest_settings)
         if previous_manifest is not None:
             for side in ("users", "items"):
                 assert row_by_id(previous_manifest, side).items() <= row_by_id(manifest, side).items()
     assert manifest is not None
     manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **ingest_settings)
     assert_same_events(manifest, manifest_of_one_run)
-    rank_I = np.load(manifest.path("item_rank.npy"))
+    popularity_rank_I = np.load(manifest.path("item_rank.npy"))
     count_I = np.load(manifest.path("item_count.npy"))
-    assert sorted(rank_I.tolist()) == list(range(manifest.num_items))
-    assert (np.diff(count_I[np.argsort(rank_I)]) <= 0).all()
+    assert sorted(popularity_rank_I.tolist()) == list(range(manifest.num_items))
+    assert (np.diff(count_I[np.argsort(popularity_rank_I)]) <= 0).all()
 
 
 def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
@@ -342,15 +343,15 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
     }
 
 
-def test_runs_without_the_filter_of_the_first_run_keep_rows_that_differ_from_the_codes(tmp_path: Path) -> None:
-    """ann has the first code of the part. The filter of the first run gives ann no row, so rows and codes differ."""
+def test_rows_are_kept_if_a_filter_that_left_out_users_is_removed(tmp_path: Path) -> None:
+    """A stored part has a code for each id. ann has the first code, but no row after the first run, so rows and codes differ."""
     settings: dict[str, Any] = {"split": TIME_SPLIT, "vocabulary": {"max_idle_share": 1}}
     first_manifest = ingest(
         tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY[:3]), filter={"bot_threshold": 3}, **settings
     )
-    paths = write_days(tmp_path / "in", EVENTS_BY_DAY)
-    second_manifest = ingest(tmp_path / "run2", paths, previous=first_manifest, **settings)
-    third_manifest = ingest(tmp_path / "run3", paths, previous=second_manifest, **settings)
+    log_glob = write_days(tmp_path / "in", EVENTS_BY_DAY)
+    second_manifest = ingest(tmp_path / "run2", log_glob, previous=first_manifest, **settings)
+    third_manifest = ingest(tmp_path / "run3", log_glob, previous=second_manifest, **settings)
     assert (list(row_by_id(first_manifest, "users")), list(row_by_id(third_manifest, "users"))) == (
         ["bob", "cat"],
         ["bob", "cat", "ann", "dan"],

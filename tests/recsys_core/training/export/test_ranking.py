@@ -17,16 +17,20 @@ from tests.recsys_core.training.export.shares import share_of
 NUM_ITEMS, NUM_QUERIES, DIM, K = 5_003, 157, 24, 30
 COLD_ROW_C = np.arange(3, NUM_ITEMS, 11)
 SIZE_BY_CONSTANT = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * NUM_ITEMS}
-"""Small sizes, so that there are eight blocks of 640 columns, the last of which has a narrow tile, and chunks of 64 queries."""
+"""Small sizes: a chunk has 64 queries, and the items form eight blocks. BLOCK_COLUMNS is rounded up to whole tiles, so a block
+has 640 columns. The last tile of the last block is narrower."""
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
-    """Write the rankings of the queries of this rank: full, without positions, and of cold items alone."""
+    """Write three rankings of this rank's queries.
+
+    `full` has positions and top lists, `top` has only top lists, and `cold` ranks only the cold items.
+    """
     for constant, size in SIZE_BY_CONSTANT.items():
         setattr(chunks, constant, size)
     process = cpu_process(rank)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
-    items, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
+    own_item_vectors, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
     own_queries_of_cold_items = restrict_to_candidates(own_queries, COLD_ROW_C, num_items=NUM_ITEMS)
     for name, ranked_queries, candidate_rows, k, top_only in (
         ("full", own_queries, np.arange(NUM_ITEMS), K, False),
@@ -34,7 +38,7 @@ def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]
         ("cold", own_queries_of_cold_items, COLD_ROW_C, 0, False),
     ):
         ranking = rank_collectively(
-            ranked_queries, items=items, candidate_rows=candidate_rows, k=k, top_only=top_only, process=process
+            ranked_queries, items=own_item_vectors, candidate_rows=candidate_rows, k=k, top_only=top_only, process=process
         )
         assert len(ranking.top_BK) == ranking.query_count_W[rank] and len(ranking.position_T) == ranking.target_count_W[rank]
         np.savez(folder / f"{name}-{rank}.npz", top_BK=ranking.top_BK, position_T=ranking.position_T)

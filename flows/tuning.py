@@ -188,8 +188,8 @@ def _log_trial_line(trial: FinishedTrial, *, metric: str) -> None:
     metric_text = "" if trial.value is None else f"{metric} {trial.value:.4f}, "
     settings_text = ", ".join(f"{key} {format_setting_value(value)}" for key, value in trial.settings.items())
     reason_text = f" ({trial.reason.splitlines()[0]})" if trial.reason else ""
-    ending_text = f"{metric_text}{trial.ending}{reason_text}: {settings_text}"
-    line_parts = (f"trial {trial.number}", ending_text, f"{trial.seconds:,.1f} s")
+    result_text = f"{metric_text}{trial.ending}{reason_text}: {settings_text}"
+    line_parts = (f"trial {trial.number}", result_text, f"{trial.seconds:,.1f} s")
     LOG.info("%-20s %-70s %s", *line_parts, extra={"stage_line": line_parts})
 
 

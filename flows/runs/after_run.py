@@ -32,23 +32,23 @@ def after_run(config: PipelineConfig, context: StageContext) -> None:
     MLflow run, and all steps that need MLflow are skipped.
     """
     record = RunRecord.read(context.run)
-    _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config))
+    _run_step_or_warn("write the Prometheus metrics", partial(write_metrics_file, config))
     if record is None or record.state == "Interrupted":
         return
     write_page_offline = partial(write_history_page, config)
     if record.state == "StoppedEarly" and not _has_mlflow_run(record):
-        _call_or_warn("write the page of the last runs", write_page_offline)
+        _run_step_or_warn("write the page of the last runs", write_page_offline)
         return
-    has_mlflow = _call_or_warn(
+    has_mlflow = _run_step_or_warn(
         "log the stages to MLflow and remove files of old runs", partial(_connect_if_mlflow_exists, context.run)
     )
     write_page = partial(write_and_log_history_page, config, context) if has_mlflow else write_page_offline
-    _call_or_warn("write the page of the last runs", write_page)
+    _run_step_or_warn("write the page of the last runs", write_page)
     if has_mlflow and _has_mlflow_run(record):
         log_end = partial(log_run_end, context, state=record.state, message=record.message)
-        _call_or_warn("log the stages to MLflow", log_end)
+        _run_step_or_warn("log the stages to MLflow", log_end)
     if has_mlflow is not None:  # None: MLflow does not answer
-        _call_or_warn("remove files of old runs", partial(_remove_old_runs_and_versions, config, context.run))
+        _run_step_or_warn("remove files of old runs", partial(_remove_old_runs_and_versions, config, context.run))
 
 
 def write_and_log_history_page(config: PipelineConfig, context: StageContext) -> None:
@@ -77,7 +77,7 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
     )
 
 
-def _call_or_warn(description: str, step: Callable[[], T]) -> T | None:
+def _run_step_or_warn(description: str, step: Callable[[], T]) -> T | None:
     try:
         return step()
     except Exception as error:  # any error of a library

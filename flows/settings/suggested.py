@@ -45,7 +45,7 @@ class SuggestedConfig:
 def default_ranges(config: PipelineConfig, suggestions: Iterable[Suggestion]) -> dict[str, RangeConfig]:
     """Return the ranges of the search by setting. Each range contains the value of the config and the suggested value.
 
-    A value that contradicts another setting of the config is left out, and so is a setting without a second value.
+    Values that contradict another setting of the config are left out. A setting with fewer than two valid values has no range.
     """
     suggestion_by_setting = {suggestion.setting: suggestion for suggestion in suggestions if suggestion.search is not None}
     for setting, searched_range in SEARCHED_RANGES.items():

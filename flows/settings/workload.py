@@ -114,13 +114,13 @@ def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, mach
         training=training,
         indexes=tuple(_index_sizes(index, config, data) for index in built_indexes),
         package_bytes_per_item=_package_bytes_per_item(config),
-        ranks_all_targets="auc" in config.evaluation.metrics,
+        needs_all_positions="auc" in config.evaluation.metrics,
         has_linear_baselines=bool(config.evaluation.linear_baselines(data.num_items)),
         machines=machines,
     )
     num_checkpoints_by_field = {
-        "num_saves": config.training.num_saves(num_steps=num_steps(workload)),
-        "num_kept": config.training.max_num_checkpoints(num_steps=num_steps(workload)),
+        "num_saved_checkpoints": config.training.num_saved_checkpoints(num_steps=num_steps(workload)),
+        "num_kept_checkpoints": config.training.max_num_checkpoints(num_steps=num_steps(workload)),
     }
     return workload.model_copy(update={"training": training.model_copy(update=num_checkpoints_by_field)})
 

@@ -20,8 +20,8 @@ from recsys_core.manifests import FeaturesManifest, IngestedFeature
 UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
 """Kinds of lookup, the keys of `Batch.sparse`.
 
-UNPOOLED: one embedding for each value, for item rows, item features and user rows. POOLED: one vector for each query, which
-pools the embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
+UNPOOLED: one embedding per value; used for item rows, item features and user rows. POOLED: one vector per query, which pools
+the embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
 """
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
@@ -30,7 +30,7 @@ FeatureForm = Literal["single", "list", "weighted_list", "number"]
 single: one row; list: any number of rows; weighted_list: rows with weights; number: one row, with the number as its weight.
 """
 
-ARRAYS_BY_FORM: dict[FeatureForm, tuple[str, ...]] = {
+ARRAY_NAMES_BY_FORM: dict[FeatureForm, tuple[str, ...]] = {
     "single": ("row",),
     "list": ("row", "offset"),
     "weighted_list": ("row", "offset", "weight"),
@@ -83,7 +83,7 @@ class FeatureStore:
         """Map the arrays of the features in `form_by_key`, from any folder with the file names of FeaturesManifest."""
         feature_by_key = {}
         for key, form in form_by_key.items():
-            array_by_name = {name: memory_map(folder / f"{key}.{name}.npy") for name in ARRAYS_BY_FORM[form]}
+            array_by_name = {name: memory_map(folder / f"{key}.{name}.npy") for name in ARRAY_NAMES_BY_FORM[form]}
             feature_by_key[key] = Feature(array_by_name["row"], array_by_name.get("offset"), array_by_name.get("weight"))
         return cls(feature_by_key)
 

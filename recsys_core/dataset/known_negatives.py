@@ -24,8 +24,8 @@ class KnownNegatives:
     Attributes:
         train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
         item_L: item rows, oldest first within a user and split.
-        event_L: index in the log of the first event at or after each known negative (see InteractionsManifest),
-            ascending. None if the events have no order.
+        event_L: for each known negative, the index in the log of its user's first event of the same split that is not earlier
+            (see InteractionsManifest). The indices are ascending. None if the events have no order.
     """
 
     train_start: UserArray

@@ -63,15 +63,15 @@ def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimat
     steps_s = num_steps(workload) * step_seconds(workload, rates)
     write_and_hash_byte_s = constants["checkpoint_write_byte_s"].value + constants["checkpoint_hash_byte_s"].value
     checkpoint_s = training.table_bytes * write_and_hash_byte_s / machines.num_hosts
-    seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
-    if checkpoint_s * training.num_saves > steps_s:
+    seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saved_checkpoints)
+    if checkpoint_s * training.num_saved_checkpoints > steps_s:
         rates("checkpoint_hash_byte_s")  # records that an assumed constant determines the time
     return rates.estimate(
         "train",
         where=_rank_count_text(workload),
         seconds=seconds,
         memory_bytes=training.rank_bytes,
-        disk_bytes=training.num_kept * training.table_bytes,
+        disk_bytes=training.num_kept_checkpoints * training.table_bytes,
     )
 
 
@@ -82,7 +82,7 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     """
     rates, data, machines = Rates(constants), workload.data, workload.machines
     num_pairs = data.num_held_out_users * data.num_items
-    constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
+    constant_name = "ranked_target_value_s" if workload.needs_all_positions else "ranked_value_s"
     if machines.device == "cuda":
         constant_name = "gpu_ranked_value_s"
     pretrained_dim = data.vector_dim if data.num_vectors else 0

@@ -36,8 +36,8 @@ class TrainingSizes(Frozen):
     lookups_ms: float = Field(ge=0)
     rank_bytes: int = Field(ge=0)
     table_bytes: int = Field(ge=0)
-    num_saves: int = Field(1, ge=0, description="checkpoints that are written")
-    num_kept: int = Field(3, ge=1, description="checkpoints that exist at the same time")
+    num_saved_checkpoints: int = Field(1, ge=0, description="checkpoints that are written")
+    num_kept_checkpoints: int = Field(3, ge=1, description="checkpoints that exist at the same time")
 
 
 class IndexSizes(Frozen):
@@ -77,6 +77,6 @@ class Workload(Frozen):
     training: TrainingSizes
     indexes: tuple[IndexSizes, ...]
     package_bytes_per_item: float = Field(ge=0, description="bytes of an item's vectors and table rows in the package")
-    ranks_all_targets: bool = Field(True, description="whether the evaluation needs the position of every target")
+    needs_all_positions: bool = Field(True, description="whether the evaluation needs the position of every target")
     has_linear_baselines: bool = Field(True, description="whether `closed_form` or `cooccurrence` ranks all items")
     machines: Machines = Machines()

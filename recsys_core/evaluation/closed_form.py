@@ -110,10 +110,10 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
 
 
 class LinearScores(NamedTuple):
-    """The scores of a linear model, for `rank_by_scores`. tile_columns: number of columns that are computed at once."""
+    """The scores of a linear model, for `rank_by_scores`. columns_per_tile: number of columns that are computed at once."""
 
     score_tile: ScoreTile
-    tile_columns: int
+    columns_per_tile: int
 
 
 LinearModel = Callable[[JaggedArray], LinearScores]

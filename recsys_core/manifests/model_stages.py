@@ -83,10 +83,12 @@ class ExportManifest(Manifest):
         state_<name>.npy: float32 [rows] (rowwise_adagrad) or [rows, dim] (adagrad), the Adagrad accumulator of each trained
             table with one of these optimizers.
         dense.safetensors: all other parameters.
-        block_history.npy: float32 [items, block width], the vector that represents each item in the sum of a spectral block.
-        block_maps.safetensors: query_map and item_map, float32 [trained width + block width, dim], by which
-            concatenated vectors are multiplied, and similar_map, float32 [dim, dim], which turns an item vector into a query
-            for similar items. A model without a spectral block has neither file.
+        block_history.npy: float32 [items, block width]. The spectral block of a query is the normalised sum of these vectors
+            over the items of the history.
+        block_maps.safetensors: query_map and item_map, float32 [trained width + block width, dim], which map the
+            concatenation of a trained vector and its block to a query vector or an item vector, and similar_map, float32
+            [dim, dim], which maps an item vector to a query for similar items.
+            A model without a spectral block has neither file.
         model.json: recsys_core.models.spec.ModelSpec.
 
     If `ranking` is not null, there are rankings of the items by the model, for the known users in the order of the queries:
@@ -95,8 +97,8 @@ class ExportManifest(Manifest):
         ranking_<split>_positions.npy: int64 [targets], position of each target; see `Ranking.position_T`.
         ranking_<split>_cold_positions.npy: int64 [cold targets], positions in the ranking of the cold items.
 
-    If there also are pretrained vectors of items, zero_shot_ranking_test_<content>.npy are the rankings by these vectors, for
-    all users of the test split.
+    If there also are pretrained vectors of items, the files zero_shot_ranking_test_top.npy, ..._positions.npy and
+    ..._cold_positions.npy have the rankings by these vectors, for all users of the test split.
     """
 
     stage: ClassVar[str] = "export"
@@ -186,7 +188,9 @@ class IndexManifest(Manifest):
     dim: int
     num_items: int
     recall_target: float | None = None
-    choice: str | None = Field(None, description="why index.served.kind auto chose the served index; null for another kind")
+    choice: str | None = Field(
+        None, description="why this index was chosen, if `index.served.kind` is `auto`; null for a kind that the config sets"
+    )
     warning: str | None = Field(None, description="recall target that the served index misses, and the recall of the index")
     reports: dict[str, IndexReport]
 

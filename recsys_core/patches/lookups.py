@@ -25,7 +25,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
-"""Fused parameters with which all features of a kernel read shards of the same table, as `fused_lookup` requires."""
+"""TorchRec's `fused_params` that give each table its own kernel. All features of a kernel then read the same table, as
+`unpooled_fused_lookup` requires."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
@@ -61,7 +62,7 @@ def patch_cpu_kernels(sharded_collection: ShardedEmbeddingCollection) -> None:
     """Replace `forward` of the collection's CPU kernels."""
     for kernel in _fused_cpu_kernels(sharded_collection):
         kernel.pooling_mode = PoolingMode.SUM
-        kernel.forward = partial(fused_lookup, kernel, kernel.forward)
+        kernel.forward = partial(unpooled_fused_lookup, kernel, kernel.forward)
     for module in _lookup_modules(sharded_collection):
         if isinstance(module, BatchedDenseEmbedding) and module.emb_module.use_cpu:
             module.emb_module.forward = partial(dense_lookup, module.emb_module, table_indices=list(module._feature_table_map))
@@ -84,7 +85,7 @@ def _fused_cpu_kernels(sharded_collection: Any) -> list[SplitTableBatchedEmbeddi
 def pooled_lookup(
     kernel: SplitTableBatchedEmbeddingBagsCodegen, kernel_forward: Any, indices: Tensor, offsets: Tensor, **options: Any
 ) -> Tensor:
-    """Look up and pool rows, [bags of a feature, D of all features]; zeros on a rank that has no row of any table.
+    """Look up and pool rows, [number of bags per feature, sum of the features' widths]; zeros on a rank without any row.
 
     FBGEMM mistakes a kernel without rows for a GPU kernel, and fails.
 
@@ -97,7 +98,7 @@ def pooled_lookup(
     return torch.zeros((len(offsets) - 1) // len(feature_dims), sum(feature_dims), requires_grad=True)
 
 
-def fused_lookup(
+def unpooled_fused_lookup(
     kernel: SplitTableBatchedEmbeddingBagsCodegen, kernel_forward: Any, indices: Tensor, offsets: Tensor
 ) -> Tensor:
     """Look up unpooled rows with the pooled kernel, one row per bag: [L, D], all rows of the first feature first.
@@ -110,9 +111,9 @@ def fused_lookup(
         # This rank has no row, because the table has fewer rows than there are ranks. The rank still takes part in the
         # backward pass, so the result requires a gradient.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
-    pooled_rows: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
-    dim = pooled_rows.shape[1] // num_features  # view cannot infer -1 if there are no lookups
-    return pooled_rows.view(num_lookups_per_feature, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
+    row_by_bag: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
+    dim = row_by_bag.shape[1] // num_features  # view cannot infer -1 if there are no lookups
+    return row_by_bag.view(num_lookups_per_feature, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
 
 
 def dense_lookup(

@@ -9,7 +9,7 @@ from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingCo
 
 CACHE_LOAD_FACTOR = 0.2
 """Default share of the rows that fused_uvm_caching caches in GPU memory, the same as in TorchRec."""
-SSD_CACHE_MB = 1024
+KEY_VALUE_GPU_CACHE_MIB = 1024
 """Maximum size, in MiB per table and rank, of the GPU cache of the kernel key_value."""
 MIN_COLUMN_SHARD_DIM = 128
 """Width of TorchRec's column shards; column_wise does not split a narrower table."""
@@ -146,7 +146,10 @@ def offered_sharding_types(
 
 
 def _is_default_type(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> bool:
-    """Return whether the table supports a sharding type, and the type has other layouts than simpler types on this cluster."""
+    """Return whether the table supports a sharding type, and the type gives a layout that no simpler type gives.
+
+    Several layouts need several ranks, several hosts, or a table wider than MIN_COLUMN_SHARD_DIM.
+    """
     if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return False
     if sharding_type == "table_wise":
@@ -171,4 +174,4 @@ def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[Comput
 
 def ssd_parameters(ssd_path: str) -> KeyValueParams:
     """Return the parameters of key_value, a kernel that stores rows in RocksDB below `ssd_path` and caches rows on the GPU."""
-    return KeyValueParams(ssd_storage_directory=ssd_path, max_l1_cache_size=SSD_CACHE_MB)
+    return KeyValueParams(ssd_storage_directory=ssd_path, max_l1_cache_size=KEY_VALUE_GPU_CACHE_MIB)

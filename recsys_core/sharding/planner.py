@@ -14,7 +14,7 @@ from recsys_core.manifests import PlanManifest, StageFolder
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, OFFLOADING_KERNELS, SSD_CACHE_MB, check_constraints
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, KEY_VALUE_GPU_CACHE_MIB, OFFLOADING_KERNELS, check_constraints
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import (
@@ -241,7 +241,9 @@ def _table_memory(planner: TorchrecPlanner, table_name: str, *, layout: Sharding
             index_bytes = num_rows * (4 + 16 * cache_load_factor)
             cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_bytes_per_weight_byte) + index_bytes)
         elif kernel == "key_value":
-            cache_bytes = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * FP32_BYTES))
+            cache_bytes = min(
+                KEY_VALUE_GPU_CACHE_MIB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * FP32_BYTES)
+            )
         fast_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
         resident_bytes = 0 if kernel in OFFLOADING_KERNELS else weight_bytes + optimizer_bytes
         total_weight_bytes += weight_bytes

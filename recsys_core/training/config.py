@@ -152,7 +152,7 @@ class TrainingConfig(Settings):
         "export and before the first measurement",
     )
 
-    def num_saves(self, *, num_steps: int) -> int:
+    def num_saved_checkpoints(self, *, num_steps: int) -> int:
         """Return the largest number of checkpoints that a training of `num_steps` steps writes.
 
         The last step is always saved. Each validation before the last epoch may find the best checkpoint so far.
@@ -165,4 +165,4 @@ class TrainingConfig(Settings):
 
         A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
         """
-        return min(self.keep_checkpoints + 1 + (self.validation is not None), self.num_saves(num_steps=num_steps))
+        return min(self.keep_checkpoints + 1 + (self.validation is not None), self.num_saved_checkpoints(num_steps=num_steps))

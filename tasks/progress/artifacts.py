@@ -112,10 +112,10 @@ class TrainingProgress:
     def send(self, progress: Progress) -> None:
         """Send one line of metrics.jsonl."""
         self._validation_metrics = progress.validation or self._validation_metrics
-        note = training_note(progress, validation=self._validation_metrics)
-        show_bar("train", num_done=progress.step, num_total=progress.total_steps, note=note)
+        progress_text = training_note(progress, validation=self._validation_metrics)
+        show_bar("train", num_done=progress.step, num_total=progress.total_steps, note=progress_text)
         if time.monotonic() >= self._next_update_s:
-            description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
+            description = f"{progress_text}  {progress.samples_per_s:,.0f} samples/s"
             was_sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
             self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
 

@@ -35,7 +35,8 @@ LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
 A model contains code. MLflow's server can change versions and artifacts, but not this file.
 """
 _UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
-"""Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode, which is removed first."""
+"""Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode. Bytecode is removed before
+the check, so that it is never loaded."""
 _MAX_VERSION_DIGITS = 9
 """A number with more digits may be too large for the integers of MLflow's database, which then fails."""
 
@@ -163,11 +164,11 @@ def fetch_model(
             f"models:/{model_name}/{version_number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be "
             "verified; register the model again, and remove the version's alias if it has one"
         )
-    is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
+    is_workspace_mlflow = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
     location = urlparse(client.get_model_version_download_uri(model_name, version_number))
-    is_copied = not is_embedded and (copies_local_files or location.scheme not in ("", "file"))
+    is_copied = not is_workspace_mlflow and (copies_local_files or location.scheme not in ("", "file"))
     folder = _download_model(f"models:/{model_name}/{version_number}", client, folder=download_folder if is_copied else None)
-    if is_embedded:
+    if is_workspace_mlflow:
         _require_logged_model(folder, workspace, uri)
     return folder, {PACKAGE_SHA256_KEY: sha256, VERSION_KEY: str(version_number)}
 

@@ -79,7 +79,7 @@ def rank_by_scores(
     row_C: NDArray[Any],
     k: int,
     top_only: bool = False,
-    tile_columns: int | None = None,
+    columns_per_tile: int | None = None,
     dtype: Any = np.float32,
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
@@ -88,10 +88,10 @@ def rank_by_scores(
     Args:
         score_tile: function that computes the scores of a tile. Several threads call it.
         row_C: item row of each column of the scores. Of two items with equal scores, the item in the lower column is first.
-        tile_columns: number of columns of a tile; TILE_COLUMNS by default.
+        columns_per_tile: number of columns of a tile; TILE_COLUMNS by default.
         dtype: floating-point type of the scores.
     """
-    grid = Grid.of(len(row_C), k=k, top_only=top_only, tile_columns=tile_columns)
+    grid = Grid.of(len(row_C), k=k, top_only=top_only, columns_per_tile=columns_per_tile)
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> Result:
         scored_chunk = ScoredChunk(grid, chunk, seen=seen, targets=targets, dtype=dtype)
@@ -130,7 +130,7 @@ def _rank_on_gpu(
     queries: Queries, *, item_vector_CD: Tensor, row_C: NDArray[Any], grid: Grid, on_progress: Callable[[int], None]
 ) -> Ranking:
     """Rank like `rank_by_scores`, by inner product on the device of the item vectors."""
-    blocks = [(block.start, item_vector_CD[block]) for block in chunk_slices(len(row_C), length=grid.block_columns)]
+    blocks = [(block.start, item_vector_CD[block]) for block in chunk_slices(len(row_C), length=grid.columns_per_block)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> Result:
         gpu_chunk = GpuChunk(grid, queries.query_BD[chunk].to(item_vector_CD.device), seen=seen, targets=targets)

@@ -57,17 +57,17 @@ class Grid:
         num_columns: number of items.
         k: length of the top list, at most num_columns; 0 for no top list.
         top_only: whether positions are needed only for the targets in the top lists.
-        tile_columns: number of columns of a tile.
+        columns_per_tile: number of columns of a tile.
     """
 
     num_columns: int
     k: int
     top_only: bool
-    tile_columns: int
+    columns_per_tile: int
 
     @classmethod
-    def of(cls, num_columns: int, *, k: int, top_only: bool, tile_columns: int | None = None) -> "Grid":
-        """Return the grid for a top list of at most `k` columns. tile_columns: TILE_COLUMNS by default.
+    def of(cls, num_columns: int, *, k: int, top_only: bool, columns_per_tile: int | None = None) -> "Grid":
+        """Return the grid for a top list of at most `k` columns. columns_per_tile: TILE_COLUMNS by default.
 
         Raises InputError if a column does not fit into 32 bits.
         """
@@ -76,7 +76,7 @@ class Grid:
                 f"the catalogue has {num_columns:,} items, but a ranking has at most 2,147,483,648; remove rare items with "
                 "interactions.filter.min_item_events"
             )
-        return cls(num_columns, min(k, num_columns), top_only, tile_columns or TILE_COLUMNS)
+        return cls(num_columns, min(k, num_columns), top_only, columns_per_tile or TILE_COLUMNS)
 
     @property
     def num_held_columns(self) -> int:
@@ -85,18 +85,18 @@ class Grid:
         return min(self.num_columns, bound_columns)
 
     @property
-    def block_columns(self) -> int:
-        """Number of columns of a block. It is a multiple of `tile_columns` and at least k."""
+    def columns_per_block(self) -> int:
+        """Number of columns of a block. It is a multiple of `columns_per_tile` and at least k."""
         return self._round_up_to_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
 
     def queries_per_chunk(self, *, on_gpu: bool) -> int:
         """Return the number of queries of a chunk."""
         if on_gpu:
-            return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.block_columns))))
+            return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.columns_per_block))))
         return max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, self.num_held_columns)))
 
     def _round_up_to_tiles(self, num_columns: int) -> int:
-        return -(-num_columns // self.tile_columns) * self.tile_columns
+        return -(-num_columns // self.columns_per_tile) * self.columns_per_tile
 
 
 class ScoredChunk:
@@ -146,7 +146,7 @@ class ScoredChunk:
     def _block_scores(self, columns: slice, score_tile: ScoreTile) -> Scores:
         """Compute the scores of the columns tile by tile, [B, C]."""
         score_BC = np.empty((self._queries.stop - self._queries.start, columns.stop - columns.start), self._dtype)
-        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
+        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.columns_per_tile):
             columns_of_tile = slice(tile.start + columns.start, tile.stop + columns.start)
             self._fill_tile(columns_of_tile, score_BC[:, tile], score_tile)
         return score_BC
@@ -154,8 +154,8 @@ class ScoredChunk:
     def _tiles(self, columns: slice, score_tile: ScoreTile) -> Iterator[tuple[int, Scores]]:
         """Yield the first column and the scores of each tile. All tiles share one buffer."""
         num_queries = self._queries.stop - self._queries.start
-        buffer = np.empty(num_queries * self._grid.tile_columns, self._dtype)
-        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
+        buffer = np.empty(num_queries * self._grid.columns_per_tile, self._dtype)
+        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.columns_per_tile):
             num_columns = tile.stop - tile.start
             score_BC = buffer[: num_queries * num_columns].reshape(num_queries, num_columns)
             self._fill_tile(slice(tile.start + columns.start, tile.stop + columns.start), score_BC, score_tile)
@@ -193,23 +193,24 @@ class CpuChunk:
     def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
         """Compute the scores of the targets in a block.
 
-        Target items of several tiles are put into one tile, each at the same place as in its own tile, so that its scores have
-        the same bits. Few tiles are computed, because most target items of a block have different places.
+        The place of a column is its index within its tile. Target columns of several tiles are gathered into one tile, each at
+        its own place, so that their scores have the same bits. Only columns with the same place need different tiles, so few
+        tiles are computed.
         """
-        item_vector_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
+        item_vector_CD, columns_per_tile = block_CD.numpy(), self._grid.columns_per_tile
         column_T = self._targets.values_L - first_column
-        target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_vector_CD)))
-        column_V, column_index_T = np.unique(column_T[target_T], return_inverse=True)
-        place_V = column_V % tile_columns
+        target_indices = np.flatnonzero((column_T >= 0) & (column_T < len(item_vector_CD)))
+        column_V, column_index_T = np.unique(column_T[target_indices], return_inverse=True)
+        place_V = column_V % columns_per_tile
         for num_tile_columns, column_indices in _filled_tiles(
-            column_V, num_columns=len(item_vector_CD), tile_columns=tile_columns
+            column_V, num_columns=len(item_vector_CD), columns_per_tile=columns_per_tile
         ):
             filled_CD = np.zeros((num_tile_columns, item_vector_CD.shape[1]), item_vector_CD.dtype)
             filled_CD[place_V[column_indices]] = item_vector_CD[column_V[column_indices]]
             score_BC = self._query_BD @ filled_CD.T
             is_in_tile_T = np.isin(column_index_T, column_indices)
-            query_T = self._targets.list_index_L[target_T[is_in_tile_T]]
-            self._target_score_T[target_T[is_in_tile_T]] = score_BC[query_T, place_V[column_index_T[is_in_tile_T]]]
+            query_T = self._targets.list_index_L[target_indices[is_in_tile_T]]
+            self._target_score_T[target_indices[is_in_tile_T]] = score_BC[query_T, place_V[column_index_T[is_in_tile_T]]]
 
     def add(self, first_column: int, block_CD: Tensor) -> None:
         """Rank the columns of a block."""
@@ -223,27 +224,27 @@ class CpuChunk:
 
 
 def _filled_tiles(
-    columns: NDArray[np.int64], *, num_columns: int, tile_columns: int
+    columns: NDArray[np.int64], *, num_columns: int, columns_per_tile: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the number of columns of each tile to fill, and indices into `columns`: the columns that are placed in the tile.
+    """Yield, for each tile to fill, its number of columns and the indices into `columns` of the columns that are placed in it.
 
-    columns: distinct columns of a block of `num_columns` columns. The block's last tile may have fewer than `tile_columns`.
+    columns: distinct columns of a block of `num_columns` columns. The block's last tile may have fewer than `columns_per_tile`.
 
-    >>> tiles = _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)
+    >>> tiles = _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, columns_per_tile=4)
     >>> [(num_tile_columns, column_indices.tolist()) for num_tile_columns, column_indices in tiles]
     [(4, [1, 0]), (4, [2]), (2, [3])]
     """
-    tile_number_V, place_V = np.divmod(columns, tile_columns)
-    num_whole_tiles = num_columns // tile_columns
+    tile_number_V, place_V = np.divmod(columns, columns_per_tile)
+    num_whole_tiles = num_columns // columns_per_tile
     whole_tile_indices = np.flatnonzero(tile_number_V < num_whole_tiles)
     indices_in_place_order = whole_tile_indices[np.argsort(place_V[whole_tile_indices], kind="stable")]
     sorted_places = place_V[indices_in_place_order]
-    # The n-th column with the same place in its tile goes into the n-th filled tile.
+    # Columns with the same place cannot share a filled tile: the first goes into filled tile 0, the second into filled tile 1.
     filled_tile_numbers = np.arange(len(indices_in_place_order)) - np.searchsorted(sorted_places, sorted_places)
     for tile_number in range(filled_tile_numbers.max(initial=-1) + 1):
-        yield tile_columns, indices_in_place_order[filled_tile_numbers == tile_number]
+        yield columns_per_tile, indices_in_place_order[filled_tile_numbers == tile_number]
     if len(whole_tile_indices) < len(columns):
-        yield num_columns % tile_columns, np.flatnonzero(tile_number_V == num_whole_tiles)
+        yield num_columns % columns_per_tile, np.flatnonzero(tile_number_V == num_whole_tiles)
 
 
 class GpuChunk:

@@ -157,9 +157,9 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
 def _lower_bound(score_BC: Scores, *, k: int) -> Scores:
     """Return a lower bound of each query's k-th best score, [B]: the k-th highest of the maxima of at least k blocks."""
     num_queries, num_columns = score_BC.shape
-    block_columns = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
-    num_blocks = num_columns // block_columns
-    block_max_BC = score_BC[:, : block_columns * num_blocks].reshape(num_queries, block_columns, num_blocks).max(axis=1)
+    columns_per_block = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
+    num_blocks = num_columns // columns_per_block
+    block_max_BC = score_BC[:, : columns_per_block * num_blocks].reshape(num_queries, columns_per_block, num_blocks).max(axis=1)
     bound_B: Scores = np.partition(block_max_BC, num_blocks - k, axis=1)[:, num_blocks - k]
     return bound_B
 

@@ -1,6 +1,6 @@
 """popularity_by.parquet: the most popular items for each value of a user or context feature.
 
-The file has one row per *segment*. A segment is all events with one value of the feature, if there are enough:
+A *segment* is all events with one value of the feature, if there are enough. The file has one row per segment:
 
 - value_row: int32, row of the value in the vocabulary of the feature.
 - item_rows: list of int32, at most MAX_SEGMENT_ITEMS item rows by falling number of events.
@@ -107,6 +107,6 @@ def _event_rows(
     """Yield the value rows and the item rows of the events before the test split, in chunks of users."""
     value_rows = memory_map(features.path(f"{key}.row.npy"))
     for chunk in EventStore.open(interactions).user_chunks(max_events=_MAX_CHUNK_EVENTS):
-        is_before_E = chunk.split_E < SPLITS.index("test")
+        is_before_test_E = chunk.split_E < SPLITS.index("test")
         value_row_E = value_rows[chunk.events] if key.startswith("context.") else value_rows[chunk.user_row_U][chunk.user_E]
-        yield value_row_E[is_before_E].astype(np.int64), chunk.item_E[is_before_E]
+        yield value_row_E[is_before_test_E].astype(np.int64), chunk.item_E[is_before_test_E]

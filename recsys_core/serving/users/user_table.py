@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recsys_core.dataset.feature_store import ARRAYS_BY_FORM, Feature, FeatureForm, FeatureStore
+from recsys_core.dataset.feature_store import ARRAY_NAMES_BY_FORM, Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
@@ -127,7 +127,7 @@ class UserTable:
 
 def _feature(columns: "_Columns", key: str, form: FeatureForm, spec: ModelSpec) -> Feature:
     """Return a feature whose arrays stay in the file. Only indexing is possible, although their type is NDArray."""
-    array_names = ARRAYS_BY_FORM[form]
+    array_names = ARRAY_NAMES_BY_FORM[form]
     return Feature(
         table_rows=cast(NDArray[np.int32], columns.values(key, bound=spec.tables[key].num_rows)),
         offset=cast(NDArray[np.int64], columns.offset(key)) if "offset" in array_names else None,
@@ -140,9 +140,9 @@ def _column_types(forms: Mapping[str, FeatureForm]) -> dict[str, pa.DataType]:
     type_by_column: dict[str, pa.DataType] = {"bucket_rows": pa.list_(pa.int32()), "history": pa.large_list(pa.int32())}
     for key, form in forms.items():
         for array_name, value_type in (("row", pa.int32()), ("weight", pa.float32())):
-            if array_name in ARRAYS_BY_FORM[form]:
+            if array_name in ARRAY_NAMES_BY_FORM[form]:
                 column_name = key if array_name == "row" else f"{key}.{array_name}"
-                type_by_column[column_name] = pa.large_list(value_type) if "offset" in ARRAYS_BY_FORM[form] else value_type
+                type_by_column[column_name] = pa.large_list(value_type) if "offset" in ARRAY_NAMES_BY_FORM[form] else value_type
     return type_by_column
 
 

@@ -55,18 +55,20 @@ class TravellingColumns:
     Args:
         items: item vectors that this rank has encoded.
         item_row_C: item row of each column. Items without a column are left out.
-        block_columns: number of columns of a block.
+        columns_per_block: number of columns of a block.
     """
 
-    def __init__(self, items: EncodedRows, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
+    def __init__(self, items: EncodedRows, *, item_row_C: NDArray[np.int64], columns_per_block: int, process: Process) -> None:
         """Collective. Exchange the vectors, so that this rank has the vectors of its columns."""
-        self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
-        num_blocks = -(-self._num_columns // block_columns)
+        self._num_columns, self._block_columns, self._process = len(item_row_C), columns_per_block, process
+        num_blocks = -(-self._num_columns // columns_per_block)
         blocks_by_rank = np.array_split(np.arange(num_blocks), process.world_size)
         self._owner_rank_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
         first_block = int(np.searchsorted(self._owner_rank_by_block, process.rank))
-        self._first_owned_column = first_block * block_columns
-        num_owned_columns = min(self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * block_columns)
+        self._first_owned_column = first_block * columns_per_block
+        num_owned_columns = min(
+            self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * columns_per_block
+        )
         vector_RD = items.vector_RD
         self._owned_vector_CD = vector_RD.new_empty((max(0, num_owned_columns), vector_RD.shape[1]))
 

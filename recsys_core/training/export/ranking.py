@@ -79,13 +79,13 @@ def rank_collectively(
     on_gpu = process.device.type == "cuda"
     grid, candidate_index_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
     item_row_C = candidate_rows[candidate_index_C]
-    columns = TravellingColumns(items, item_row_C=item_row_C, block_columns=grid.block_columns, process=process)
+    columns = TravellingColumns(items, item_row_C=item_row_C, columns_per_block=grid.columns_per_block, process=process)
     query_count_W = gather_counts(len(queries.targets), process=process)
     queries_per_chunk = grid.queries_per_chunk(on_gpu=on_gpu)
     padded_queries, query_range = _pad_to_whole_chunks(
         queries, query_count_W=query_count_W, rank=process.rank, queries_per_chunk=queries_per_chunk
     )
-    with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.block_columns)) as pool:
+    with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.columns_per_block)) as pool:
         map_chunks = map if pool is None else pool.map
 
         def rank_chunks(

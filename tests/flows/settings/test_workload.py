@@ -37,4 +37,4 @@ def test_the_disk_estimate_counts_a_new_checkpoint_next_to_the_old_checkpoints(t
         data_sizes = data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100 * num_steps)
         machines = Machines(device="cpu", num_hosts=1, ranks_per_host=1, cores_per_host=2)
         workload = workload_of(config, data_sizes, plan=plan_for_sizes(config, data_sizes), machines=machines)
-        assert workload.training.num_kept == num_checkpoints, num_steps
+        assert workload.training.num_kept_checkpoints == num_checkpoints, num_steps

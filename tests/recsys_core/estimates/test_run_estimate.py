@@ -12,7 +12,14 @@ from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, Trai
 
 DATA_SIZES = DataSizes(num_users=1_000, num_items=100, num_events=10_000, num_held_out_users=500)
 TRAINING_SIZES = TrainingSizes(
-    dim=8, epochs=2, batch_size=50, num_candidates=150, lookups_ms=3, rank_bytes=1_000, table_bytes=3_200, num_kept=3
+    dim=8,
+    epochs=2,
+    batch_size=50,
+    num_candidates=150,
+    lookups_ms=3,
+    rank_bytes=1_000,
+    table_bytes=3_200,
+    num_kept_checkpoints=3,
 )
 WORKLOAD = Workload(data=DATA_SIZES, training=TRAINING_SIZES, indexes=(), package_bytes_per_item=40)
 
@@ -91,7 +98,7 @@ def test_a_training_step_on_a_gpu_takes_at_least_the_time_of_its_loader() -> Non
 @pytest.mark.parametrize("num_hosts", [1, 4])
 def test_a_training_takes_at_least_as_long_as_its_checkpoints(num_hosts: int) -> None:
     constants = constants_with(checkpoint_write_byte_s=2e-3, checkpoint_hash_byte_s=1e-3, rank_start_s=0, trained_example_s=0)
-    training_sizes, machines = TRAINING_SIZES.model_copy(update={"num_saves": 10}), Machines(num_hosts=num_hosts)
+    training_sizes, machines = TRAINING_SIZES.model_copy(update={"num_saved_checkpoints": 10}), Machines(num_hosts=num_hosts)
     estimate = train(WORKLOAD.model_copy(update={"training": training_sizes, "machines": machines}), constants)
     assert estimate.seconds == pytest.approx(10 * 3_200 * 3e-3 / num_hosts)
     assert estimate.basis == "assumed"

@@ -204,7 +204,7 @@ def test_ease_on_movielens_is_near_the_published_models() -> None:
 
     queries = Queries(None, is_known_B=np.ones(len(user_ids), bool), seen=histories, targets=targets)
     columns = np.arange(len(item_ids))
-    ranking = rank_by_scores(queries, score_tile=score_tile, row_C=columns, k=20, tile_columns=len(columns))
+    ranking = rank_by_scores(queries, score_tile=score_tile, row_C=columns, k=20, columns_per_tile=len(columns))
     positions = ranking.target_positions()
     assert recall(positions, k=20).mean() == pytest.approx(0.2759, abs=5e-4)
     assert ndcg(positions, k=20).mean() == pytest.approx(0.2660, abs=5e-4)

@@ -86,15 +86,17 @@ def test_a_vector_that_is_not_finite_is_rejected() -> None:
         rank_catalogue(queries_of(np.ones((1, 2)), seen=[[]], targets=[[]]), item_vector_ID=item_vector_ID, k=1)
 
 
-@given(seed=st.integers(0, 10_000), bound_columns=st.integers(8, 20), tile_columns=st.integers(1, 9), k=st.integers(1, 8))
-def test_a_ranking_of_top_lists_only_equals_the_full_ranking(seed: int, bound_columns: int, tile_columns: int, k: int) -> None:
+@given(seed=st.integers(0, 10_000), bound_columns=st.integers(8, 20), columns_per_tile=st.integers(1, 9), k=st.integers(1, 8))
+def test_a_ranking_of_top_lists_only_equals_the_full_ranking(
+    seed: int, bound_columns: int, columns_per_tile: int, k: int
+) -> None:
     random = np.random.default_rng(seed)
     query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (50, 3))
     seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(NUM_QUERIES)] for _ in range(2))
     queries, item_vector_ID = queries_of(query_BD, seen=seen, targets=targets), torch.tensor(item_ID, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BOUND_COLUMNS", bound_columns)
-        patch.setattr(chunks, "TILE_COLUMNS", tile_columns)
+        patch.setattr(chunks, "TILE_COLUMNS", columns_per_tile)
         top_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=True)
         full_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
     np.testing.assert_array_equal(top_ranking.top_BK, full_ranking.top_BK)
@@ -107,10 +109,10 @@ def test_a_ranking_of_top_lists_only_equals_the_full_ranking(seed: int, bound_co
     k=st.integers(0, 12),
     top_only=st.booleans(),
     chunk_scores=st.sampled_from([1, 60, 10_000]),
-    block_columns=st.integers(1, 20),
+    columns_per_block=st.integers(1, 20),
 )
 def test_rankings_on_a_gpu_and_on_the_cpu_are_equal(
-    seed: int, k: int, top_only: bool, chunk_scores: int, block_columns: int
+    seed: int, k: int, top_only: bool, chunk_scores: int, columns_per_block: int
 ) -> None:
     random = np.random.default_rng(seed)
     query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (20, 3))
@@ -120,7 +122,7 @@ def test_rankings_on_a_gpu_and_on_the_cpu_are_equal(
     with pytest.MonkeyPatch.context() as patch:
         value_by_constant = {
             "GPU_CHUNK_SCORES": chunk_scores,
-            "BLOCK_COLUMNS": block_columns,
+            "BLOCK_COLUMNS": columns_per_block,
             "BOUND_COLUMNS": 1,
             "TILE_COLUMNS": 1,
         }

@@ -40,7 +40,7 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
         monkeypatch.setattr(chunks_module, name, value)
     whole_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     grid, row_C = Grid.of(NUM_ITEMS, k=k, top_only=top_only), tie_order(NUM_ITEMS)
-    assert grid.block_columns == 640  # 600 is rounded up to whole tiles
+    assert grid.columns_per_block == 640  # 600 is rounded up to whole tiles
     blocks = [(start, item_vector_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):
@@ -66,8 +66,8 @@ def test_the_score_of_a_target_equals_bit_by_bit_its_score_in_a_tile(queries_and
     chunk = CpuChunk(grid, queries.query_BD, seen=JaggedArray.empty(NUM_QUERIES), targets=targets)
     chunk.find_target_scores(0, block_CD)
     score_BC = np.empty((NUM_QUERIES, 4_100), np.float32)
-    for start in range(0, 4_100, grid.tile_columns):
-        columns = slice(start, min(start + grid.tile_columns, 4_100))
+    for start in range(0, 4_100, grid.columns_per_tile):
+        columns = slice(start, min(start + grid.columns_per_tile, 4_100))
         inner_products(queries.query_BD.numpy(), block_CD.numpy())(slice(0, NUM_QUERIES), columns, score_BC[:, columns])
     np.testing.assert_array_equal(chunk._target_score_T, score_BC[targets.list_index_L, targets.values_L])
 

@@ -21,19 +21,22 @@ def _top_columns(score_BC: np.ndarray, *, k: int) -> list[list[int]]:
     seed=st.integers(0, 10_000),
     k=st.integers(1, 40),
     num_first_columns=st.integers(40, 90),
-    tile_columns=st.integers(1, 50),
+    columns_per_tile=st.integers(1, 50),
     max_score=st.integers(1, 60),
     num_tiles_in_first_block=st.integers(0, 8),
 )
 def test_top_lists_equal_a_stable_sort(
-    seed: int, k: int, num_first_columns: int, tile_columns: int, max_score: int, num_tiles_in_first_block: int
+    seed: int, k: int, num_first_columns: int, columns_per_tile: int, max_score: int, num_tiles_in_first_block: int
 ) -> None:
     random = np.random.default_rng(seed)
     score_BC = random.integers(0, max_score, (7, 200)).astype(np.float32)  # few distinct scores give many ties
     score_BC[random.random(score_BC.shape) < 0.3] = -np.inf
     score_BC[0, :num_first_columns] = -np.inf  # the first columns give query 0 no bound for its top list
     score_BC[1] = -np.inf
-    tiles = [(start, score_BC[:, start : start + tile_columns].copy()) for start in range(num_first_columns, 200, tile_columns)]
+    tiles = [
+        (start, score_BC[:, start : start + columns_per_tile].copy())
+        for start in range(num_first_columns, 200, columns_per_tile)
+    ]
     top_lists = TopLists(len(score_BC), k=k)
     top_lists.add([(0, score_BC[:, :num_first_columns].copy()), *tiles[:num_tiles_in_first_block]])
     for tile in tiles[num_tiles_in_first_block:]:

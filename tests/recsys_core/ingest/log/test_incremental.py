@@ -344,7 +344,7 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
 
 
 def test_rows_are_kept_if_a_filter_that_left_out_users_is_removed(tmp_path: Path) -> None:
-    """A stored part has a code for each id. ann has the first code, but no row after the first run, so rows and codes differ."""
+    """A stored part has a code for each id. ann has the first code, but no row in the first run, so rows and codes differ."""
     settings: dict[str, Any] = {"split": TIME_SPLIT, "vocabulary": {"max_idle_share": 1}}
     first_manifest = ingest(
         tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY[:3]), filter={"bot_threshold": 3}, **settings

@@ -14,7 +14,7 @@ def receive_all_columns(rank: int) -> None:
     """Assert that each rank receives the vectors of all requested items in blocks of four."""
     item_vector_ID, process = torch.arange(70.0).reshape(35, 2), cpu_process(rank)
     item_row_C = np.random.default_rng(0).permutation(35)[:33]  # without two items of rank 2
-    columns = TravellingColumns(share_of(item_vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)
+    columns = TravellingColumns(share_of(item_vector_ID, process), item_row_C=item_row_C, columns_per_block=4, process=process)
     for _ in range(2):  # the columns can travel again
         blocks = [(first_column, block_CD.clone()) for first_column, block_CD in columns.travel()]
         assert [first_column for first_column, _ in blocks] == list(range(0, 33, 4))

@@ -17,7 +17,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
 from recsys_core.evaluation.metrics import UserMetrics
-from recsys_core.manifests import InteractionsManifest, load_manifest
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest, load_manifest
 from tasks.delivery.publishers import Publisher
 from tasks.gate.sample import ServedMetrics, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, UnusableVersionError
@@ -138,6 +138,13 @@ def _interaction_log_of(version: ModelVersion, decision: ManualDecision) -> Inte
     return load_manifest(Workspace(decision.workspace).run(run_id).stage_folder(InteractionsManifest), InteractionsManifest)
 
 
+def _features_of(interactions: InteractionsManifest) -> FeaturesManifest | None:
+    """Return the features that a run has ingested for its log; None if there are none, or if the files no longer exist."""
+    features = load_manifest(interactions.folder.with_name(FeaturesManifest.stage), FeaturesManifest)
+    is_of_log = features is not None and features.input_fingerprints.get(interactions.stage) == interactions.fingerprint
+    return features if is_of_log else None
+
+
 @contextmanager
 def _open_tester(
     registry: Registry, decision: ManualDecision, *, interactions: InteractionsManifest | None
@@ -152,7 +159,10 @@ def _open_tester(
         )
     with TemporaryDirectory(prefix="nightjar-") as folder_name, ModelProcess() as process:
         sample = prepare_sample(
-            interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
+            interactions,
+            max_users=decision.config.smoke_test_users,
+            folder=Path(folder_name) / "smoke_test",
+            features=_features_of(interactions),
         )
         yield VersionTester(registry, sample, decision.workspace, process)
 

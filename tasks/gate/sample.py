@@ -24,7 +24,8 @@ from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
 from recsys_core.evaluation.slices import guarded_slices, item_slices, user_slices
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
-from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
+from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS, PackageDescription
+from tasks.gate.user_features import user_feature_columns
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of a `ServedMetric`."""
@@ -52,6 +53,7 @@ class UserSample:
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
         target_mask_by_slice: [T] whether each target belongs to a slice of the users or items, by slice name.
         min_users_by_slice: smallest number of users for which a feature slice is compared; None: `gate.min_users`.
+        features: features of the log, for versions whose package stores no users; None if there are none.
     """
 
     histories_file: Path
@@ -64,6 +66,7 @@ class UserSample:
     target_pair_T: IntArray
     target_mask_by_slice: Mapping[str, npt.NDArray[np.bool_]]
     min_users_by_slice: Mapping[str, int | None]
+    features: FeaturesManifest | None = None
 
     @property
     def num_users(self) -> int:
@@ -74,6 +77,10 @@ class UserSample:
     def num_items(self) -> int:
         """Number of items in the catalogue."""
         return len(self.item_ids)
+
+    def feature_columns(self, package: PackageDescription) -> dict[str, pa.Array]:
+        """Return the request columns with the context, and with the features of users if the package stores no users."""
+        return {**self.context, **user_feature_columns(package, self.features, user_row_U=self.user_row_U)}
 
 
 def prepare_sample(
@@ -87,6 +94,7 @@ def prepare_sample(
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
     Args:
+        features: features of the log; None if there are none.
         feature_slices: slices by the values of `features`, in addition to the slices by popularity and training events.
 
     Raises:
@@ -133,6 +141,7 @@ def prepare_sample(
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
         target_mask_by_slice=target_mask_by_slice | feature_masks,
         min_users_by_slice=min_users_by_slice,
+        features=features,
     )
 
 

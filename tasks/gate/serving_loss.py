@@ -65,8 +65,10 @@ def _packaged_metrics(
     targets = JaggedArray.from_pairs(
         sample.target_pair_T // sample.num_items, sample.target_pair_T % sample.num_items, num_lists=sample.num_users
     ).slice(0, num_users)
-    column_names = [name for name in retriever.request_features.columns if name in sample.context]
-    values_by_column = {name: sample.context[name].slice(0, num_users).to_pylist() for name in column_names}
+    sample_columns, model_names = sample.feature_columns(retriever.package), retriever.request_features.columns
+    values_by_column = {
+        name: values.slice(0, num_users).to_pylist() for name, values in sample_columns.items() if name in model_names
+    }
     given_features = retriever.request_features.encode(values_by_column, num_rows=num_users) if values_by_column else {}
     queries = Queries(
         query_BD=torch.from_numpy(retriever.query_reader.encode(user_row_U, history, given_features=given_features)),

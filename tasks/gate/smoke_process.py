@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> None:
-    """Read user_id, history (item ids) and context from input_path; write item_ids and scores, a list per row, to output_path.
+    """Read user_id, history (item ids) and features from input_path; write item_ids and scores, a list per row, to output_path.
 
-    A context column is passed only if the signature of the version declares it. The metadata of the output schema has the CPU
+    A feature column is passed only if the signature of the version declares it. The metadata of the output schema has the CPU
     time of the recommendations.
     """
     sample_table = pq.read_table(request["input_path"])

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from recsys_core.errors import StageError, TrackingServerError, redacted
+from recsys_core.serving.description import DESCRIPTION_NAME, QUERY_COLUMNS, PackageDescription
 from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.loading import fetch_model
 
@@ -124,7 +125,7 @@ def predict_in_subprocess(
         request = {
             "model_folder": str(model_folder),
             "model_config": model_config,
-            "input_path": str(sample.histories_file),
+            "input_path": str(_request_file(sample, model_folder=model_folder, output_file=output_file)),
             "output_path": str(output_file),
             "k": K,
         }
@@ -140,6 +141,24 @@ def predict_in_subprocess(
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
         raise UnusableVersionError(reason)
     return Answers(*read_answers(output_file, sample=sample, model_uri=model_uri), num_bytes)
+
+
+def _request_file(sample: UserSample, *, model_folder: Path, output_file: Path) -> Path:
+    """Return the file with the requests. If the package stores no users, write a file with their features."""
+    try:
+        package = PackageDescription.model_validate_json(
+            (model_folder / "artifacts" / "package" / DESCRIPTION_NAME).read_bytes()
+        )
+    except (OSError, ValueError):  # the version does not load
+        return sample.histories_file
+    if package.users == "stored":
+        return sample.histories_file
+    requests = pq.read_table(sample.histories_file, columns=list(QUERY_COLUMNS))
+    for name, values in sample.feature_columns(package).items():
+        requests = requests.append_column(name, values)
+    request_file = output_file.with_name(f"requests-of-{output_file.name}")
+    pq.write_table(requests, request_file)
+    return request_file
 
 
 def read_answers(output_file: Path, *, sample: UserSample, model_uri: str) -> tuple[pa.ListArray, float]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
-from recsys_core.manifests import InteractionsManifest
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest, load_manifest
 from tasks.gate import version_tester
 from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
 from tasks.gate.sample import Answers, K, UserSample
@@ -17,6 +17,7 @@ from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
+from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.tasks.conftest import AddVersions, BuildStages
 from tests.tasks.gate.test_gate_broken_champions import flip_a_bit, package_folder
 from tests.tasks.registration import RecordingPublisher, prepare_run, recommend_unknown_items, version_by_alias, version_tags
@@ -215,3 +216,27 @@ def test_a_version_whose_log_is_removed_may_recommend_items_outside_the_newest_l
     num_items_per_user = K - 1
     with pytest.raises(StageError, match=r"users whose number of items is not min\(20, "):
         promote_version(2, make_decision())
+
+
+@pytest.mark.parametrize("is_outdated", [False, True])
+def test_the_sample_has_the_features_that_the_run_has_ingested_for_its_log(
+    workspace_of_three_versions: Path,
+    make_decision: MakeDecision,
+    monkeypatch: pytest.MonkeyPatch,
+    is_outdated: bool,
+) -> None:
+    folder = workspace_of_three_versions / "runs" / "20260102" / FeaturesManifest.stage
+    fields = {"lineage": "interactions", "features": {}, "tables": {}, "sources": ()}
+    interactions = load_manifest(folder.with_name(InteractionsManifest.stage), InteractionsManifest)
+    inputs = [] if is_outdated else [interactions]
+    features = commit_stage(folder, FeaturesManifest, inputs=inputs, build=lambda _: fields)
+    samples = []
+
+    def record_sample(sample: UserSample, **_: object) -> Answers:
+        samples.append(sample)
+        return recommend_unknown_items(sample)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", record_sample)
+    with pytest.raises(StageError, match="items that are not in the catalogue"):
+        promote_version(3, make_decision())
+    assert [sample.features for sample in samples] == [None if is_outdated else features]

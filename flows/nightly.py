@@ -18,6 +18,7 @@ from recsys_core.errors import DataRejectedError, NightjarError, first_line
 from recsys_core.manifests import RegistrationManifest, StageName
 from tasks import stages
 from tasks.progress.reporting import LOG
+from tasks.registry.tracking import require_own_experiment
 from tasks.retention.budget import ensure_disk_space
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
@@ -57,6 +58,7 @@ def nightly_retrain(
             with record_run(context) as ending:
                 dump_config(config, run.config_file)
                 if context.until is None:
+                    require_own_experiment(context)
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 state = run_stages(config, context)
                 ending.set(cast(RunState, state.name), state.message or "")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from filelock import FileLock
 from mlflow import MlflowClient
@@ -16,7 +17,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 from ruamel.yaml import YAML
 
-from recsys_core.errors import redacted
+from recsys_core.errors import InputError, redacted
 from recsys_core.evaluation.report import plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
@@ -30,7 +31,9 @@ from recsys_core.manifests import (
 from tasks.registry.mlflow_client import (
     RUN_ID_TAG,
     RUN_REASON_TAG,
+    SQLITE_PREFIX,
     call_or_warn,
+    mlflow_exists,
     tracking_uri,
 )
 from tasks.runs.context import Results, StageContext
@@ -84,6 +87,28 @@ def open_mlflow_run(client: MlflowClient, context: StageContext) -> str:
                     client.set_tag(mlflow_run.info.run_id, tag_name, tag_value)
             return str(mlflow_run.info.run_id)
         return str(client.create_run(experiment_id, tags=tags).info.run_id)
+
+
+def require_own_experiment(context: StageContext) -> None:
+    """Raise InputError if the files of the run's experiment are in another workspace, so that new versions would not load.
+
+    This happens to a workspace that was moved or copied, because MLflow stores absolute paths in the workspace's database.
+    """
+    workspace = context.run.workspace.absolute()
+    if tracking_uri(workspace) != f"{SQLITE_PREFIX}{workspace}/mlflow.db" or not mlflow_exists(workspace):
+        return
+    experiment = call_or_warn(
+        lambda client: client.get_experiment_by_name(context.experiment),
+        workspace=workspace,
+        warning=f"could not read the experiment {context.experiment} from MLflow before the run",
+    )
+    artifact_folder = Path(url2pathname(urlsplit("" if experiment is None else experiment.artifact_location).path))
+    if experiment is not None and not artifact_folder.resolve().is_relative_to((workspace / "mlartifacts").resolve()):
+        raise InputError(
+            f"{workspace / 'mlflow.db'}: the files of the experiment {context.experiment!r} are in {artifact_folder}, which is "
+            f"not below {workspace / 'mlartifacts'}, because the workspace was moved or copied; its versions do not load. Set "
+            "workspace to a new folder, or move the workspace back"
+        )
 
 
 def run_address(client: MlflowClient, mlflow_run_id: str) -> str:

@@ -1,14 +1,24 @@
 """One MLflow run per nightjar run, on a real sqlite database."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, TrainManifest
 from tasks.registry.mlflow_client import connect
-from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_mlflow_run, run_address, server_address
+from tasks.registry.tracking import (
+    as_metrics,
+    log_params,
+    log_run_end,
+    open_mlflow_run,
+    require_own_experiment,
+    run_address,
+    server_address,
+)
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
@@ -23,6 +33,21 @@ def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(co
     assert mlflow_run.data.tags["nightjar.run_id"] == context.run.run_id
     assert mlflow_run.info.artifact_uri.startswith((context.run.workspace / "mlartifacts").as_uri())
     assert open_mlflow_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != mlflow_run_id
+
+
+def test_a_run_in_a_moved_workspace_is_rejected(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_workspace = context.run.workspace
+    require_own_experiment(context)  # the database does not exist yet
+    open_mlflow_run(connect(old_workspace), context)
+    require_own_experiment(context)
+    new_workspace = old_workspace.with_name("moved")
+    shutil.copytree(old_workspace, new_workspace)
+    context_in_moved_workspace = replace(context, run=Run("another", workspace=new_workspace))
+    with pytest.raises(InputError, match=f"are in {old_workspace / 'mlartifacts'}.*, which is not below {new_workspace}"):
+        require_own_experiment(context_in_moved_workspace)
+    require_own_experiment(replace(context_in_moved_workspace, experiment="another"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{old_workspace}/mlflow.db")  # shared by several workspaces
+    require_own_experiment(context_in_moved_workspace)
 
 
 def test_the_tags_have_the_pipeline_the_reason_and_the_last_flow_run(context: StageContext) -> None:

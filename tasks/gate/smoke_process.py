@@ -5,9 +5,11 @@ output_path and k. The answer is one line on stdout: the exit code of the fork. 
 version runs with its own logged code. It does not connect to MLflow, whose client takes a second to import.
 """
 
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -22,18 +24,27 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402, F401
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
-    """Answer requests until stdin is closed."""
+    """Answer requests until stdin is closed or the parent process ends."""
+    _die_with_parent()
     for request_line in sys.stdin:
         fork_pid = os.fork()
         if fork_pid == 0:
+            _die_with_parent()
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for exit codes only
             answer(json.loads(request_line))
             return
         _, wait_status = os.waitpid(fork_pid, 0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(wait_status)}\n")
         sys.stdout.flush()
+
+
+def _die_with_parent() -> None:
+    """Make Linux kill this process when its parent ends, as in recsys_core.termination, which is not imported here."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def answer(request: dict[str, Any]) -> None:

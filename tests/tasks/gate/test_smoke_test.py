@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -252,3 +256,32 @@ def test_a_model_process_survives_a_failed_request_and_is_replaced_after_a_timeo
             patch.setattr(ModelProcess, "_start", start_and_kill)
             assert process.answer({}) == (-signal.SIGKILL, "no message")
         assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")
+
+
+HANGING_MODEL = """
+import os, pathlib, time
+
+def _load_pyfunc(path):
+    pathlib.Path(path, "pids.tmp").write_text(f"{os.getpid()} {os.getppid()}")
+    os.rename(pathlib.Path(path, "pids.tmp"), pathlib.Path(path, "pids"))
+    time.sleep(600)
+"""
+
+
+def test_a_model_that_hangs_is_ended_with_a_killed_run(sample: UserSample, tmp_path: Path) -> None:
+    (tmp_path / "hanging_model.py").write_text(HANGING_MODEL)
+    (tmp_path / "MLmodel").write_text("flavors: {python_function: {loader_module: hanging_model, data: .}}")
+    request = {"model_folder": str(tmp_path), "model_config": {}, "input_path": str(sample.histories_file)}
+    command = [sys.executable, "-c", f"from tasks.gate.smoke_test import ModelProcess; ModelProcess().answer({request})"]
+    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}:{tmp_path}"})
+    pids_file = tmp_path / "pids"
+    deadline_s = time.monotonic() + 60
+    while not pids_file.exists() and run.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    processes = [psutil.Process(int(pid)) for pid in pids_file.read_text().split()]
+    run.kill()
+    run.wait()
+    _, running_processes = psutil.wait_procs(processes, timeout=10)
+    for process in running_processes:
+        process.kill()
+    assert running_processes == []
